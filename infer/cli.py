@@ -1,0 +1,197 @@
+"""What the programs of this package share: model and sampling flags, errors, exit status.
+
+Standard output carries results only; progress and messages go to standard error. Exit status: 0; 2 for
+a user's mistake, with one line; 1 for any other failure; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:  # importing jax takes a second that --help and a wrong flag need not wait for
+    from medusa_jax import MedusaLM, SamplingParams
+    from medusa_jax.sampling import SamplingParams as Sampling
+
+NOT_YET = "not yet: this version decodes plainly (Medusa heads are the next release)"
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the mistake and where help is; exit with status 2."""
+        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+
+
+def parser(prog: str, description: str, epilog: str) -> Parser:
+    """A parser with the flags that choose and place a model."""
+    made = Parser(
+        prog=f"python -m {prog}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    model = made.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        metavar="DIR|FILE.gguf|HUB_ID",
+        help="a Hugging Face folder, a GGUF file, or a hub id such as org/name; "
+        "default: SmolLM2-135M-Instruct, fetched once (93 MB) and cached",
+    )
+    model.add_argument("--heads", metavar="DIR|FILE|none", help=f"Medusa heads ({NOT_YET})")
+    model.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="type of parameters and compute; default: float32 on a CPU, bfloat16 elsewhere",
+    )
+    model.add_argument(
+        "--mesh",
+        metavar="data=1,tensor=1",
+        help="devices to spread over: data splits the batch, tensor splits the model",
+    )
+    return made
+
+
+def add_sampling(made: Parser) -> None:
+    """The flags of `SamplingParams`. Their defaults are the model's own where it has some."""
+    group = made.add_argument_group("sampling")
+    group.add_argument("--max-new-tokens", type=int, metavar="N", help="most tokens to generate (256)")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token (0)")
+    group.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest; 0 is off (0)")
+    group.add_argument("--top-p", type=float, metavar="P", help="sample within probability mass P (1)")
+    group.add_argument(
+        "--min-p", type=float, metavar="P", help="drop tokens below P times the likeliest's probability (0)"
+    )
+    group.add_argument(
+        "--repetition-penalty", type=float, metavar="X", help="above 1 discourages repeating the text (1)"
+    )
+    group.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (0)")
+    group.add_argument("--stop", nargs="+", default=[], metavar="TEXT", help="end the answer at any of these")
+
+
+def add_medusa(made: Parser) -> None:
+    """The flags of Medusa decoding, which this version refuses."""
+    group = made.add_argument_group("medusa decoding (not yet)")
+    group.add_argument("--acceptance", choices=["exact", "rejection", "typical"], help=NOT_YET)
+    group.add_argument("--tree", metavar="NAME|FILE|WIDTHS|auto", help=NOT_YET)
+    group.add_argument("--lookup", choices=["auto", "on", "off"], help=NOT_YET)
+    group.add_argument("--plain", action="store_true", help="token by token (the default in this version)")
+
+
+def refuse_medusa(made: Parser, args: argparse.Namespace) -> None:
+    """Exit for a flag that this version cannot honour; `--plain` overrides them all."""
+    if args.plain:
+        return
+    asked = {
+        "--heads": args.heads not in (None, "none"),
+        "--acceptance": args.acceptance not in (None, "exact"),  # plain decoding is exact
+        "--tree": args.tree not in (None, "auto"),
+        "--lookup": args.lookup == "on",
+    }
+    for flag, set_ in asked.items():
+        if set_:
+            made.error(f"{flag}: {NOT_YET}; add --plain to ignore it")
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The sampling parameters that the flags name."""
+    from medusa_jax import SamplingParams
+
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    values = {name: getattr(args, name) for name in names}
+    return SamplingParams(**(values | {"stop": tuple(args.stop)}))
+
+
+def load_model(args: argparse.Namespace, expect: Callable[[MedusaLM], None]) -> MedusaLM:
+    """Load the model that the flags name, compiling meanwhile, with a progress bar on a terminal."""
+    from medusa_jax import MedusaLM
+    from medusa_jax.generate import enable_compilation_cache
+    from medusa_jax.weights import hub
+
+    enable_compilation_cache(hub.cache_dir() / "xla")
+    with progress_bar("reading weights") as progress:
+        return MedusaLM.load(
+            args.model, dtype=args.dtype, mesh=args.mesh, expect=expect, progress=progress
+        )
+
+
+class progress_bar:  # noqa: N801 - used as a function
+    """A bar of bytes on standard error while it is a terminal and the work lasts; nothing otherwise."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._bar: Any = None
+
+    def __enter__(self) -> Callable[[int, int], None] | None:
+        return self._update if sys.stderr.isatty() else None
+
+    def _update(self, done: int, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        if self._bar is None:
+            columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task(self._title, total=total)
+        self._bar.update(self._task, completed=done)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def announce_defaults(lm: MedusaLM, params: Sampling) -> None:
+    """Say which of the model's own sampling defaults are in force."""
+    used = {name: value for name, value in lm.defaults.items() if getattr(params, name) is None}
+    if used:
+        note("the model's own defaults: " + ", ".join(f"{name} {value}" for name, value in used.items()))
+
+
+def note(text: str) -> None:
+    """A message to the person at the terminal."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(program: Callable[[Sequence[str] | None], int]) -> NoReturn:
+    """Run a program and exit with its status, in the manner the module's docstring gives."""
+    # Imported libraries chatter about torch being absent and about tokenizer forks; neither concerns a user.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    status = _status(program)
+    # The interpreter's own shutdown would wait for threads that may still be compiling.
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        status = status or 1
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _status(program: Callable[[Sequence[str] | None], int]) -> int:
+    try:
+        return program(None)
+    except KeyboardInterrupt:
+        note("\ninterrupted")
+        return 130
+    except BrokenPipeError:  # the reader of standard output has gone; there is nobody to tell
+        return 1
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 1
+    except Exception as error:  # noqa: BLE001 - the last line of defence decides the exit status
+        from medusa_jax.errors import UserError
+
+        if isinstance(error, UserError):
+            note(f"error: {error}")
+            return 2
+        if os.environ.get("MEDUSA_JAX_TRACEBACK"):
+            raise
+        note(f"failed: {type(error).__name__}: {' '.join(str(error).split())[:500]}")
+        note("(set MEDUSA_JAX_TRACEBACK=1 for the traceback)")
+        return 1

@@ -1,0 +1,226 @@
+"""Temperature, top-k, top-p, min-p, repetition penalty and seeded noise, as pure functions of logits.
+
+A choice is arg-max(log p + g), p the filtered distribution and g Gumbel noise keyed by (seed, absolute
+position). It depends on nothing else, so a text does not depend on its batch, on how it was cut into
+steps, or on what else was computed beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from medusa_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How one request is decoded. None: the model's own default where it has one (see `resolve`)."""
+
+    max_new_tokens: int | None = None  # built-in default 256
+    temperature: float | None = None  # built-in default 0: greedy
+    top_k: int | None = None  # built-in default 0: off
+    top_p: float | None = None  # built-in default 1: off
+    min_p: float | None = None  # built-in default 0: off
+    repetition_penalty: float | None = None  # built-in default 1: off
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+
+
+DEFAULTS: dict[str, Any] = {
+    "max_new_tokens": 256,
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+
+
+def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling defaults that a model's `generation_config.json` asks for.
+
+    Its temperature and filters count only when it asks for sampling (`do_sample`).
+    """
+    sampled = bool(generation_config.get("do_sample"))
+    names = ["max_new_tokens", "repetition_penalty"]
+    names += ["temperature", "top_k", "top_p", "min_p"] if sampled else []
+    found = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
+    if sampled:
+        found.setdefault("temperature", 1.0)
+    return {name: value for name, value in found.items() if value != DEFAULTS[name]}
+
+
+def resolve(params: SamplingParams, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Fill every None from the model's `defaults`, then from `DEFAULTS`, and check all values.
+
+    Raises UserError naming the field, its value and what was expected.
+    """
+    chosen = {
+        name: value if (value := getattr(params, name)) is not None else defaults.get(name, builtin)
+        for name, builtin in DEFAULTS.items()
+    }
+    stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
+    params = dataclasses.replace(params, stop=stop, **chosen)
+
+    def check(name: str, kind: type, good: bool, expected: str) -> None:
+        value = getattr(params, name)
+        number = isinstance(value, kind) or (kind is float and isinstance(value, int))
+        if not number or isinstance(value, bool) or not math.isfinite(value) or not good:
+            raise UserError(f"{name} is {value!r}, expected {expected}")
+
+    def at_least(name: str, low: float) -> bool:
+        value = getattr(params, name)
+        return isinstance(value, (int, float)) and value >= low
+
+    check("max_new_tokens", int, at_least("max_new_tokens", 1), "an integer of at least 1")
+    check("temperature", float, at_least("temperature", 0), "a finite number of at least 0")
+    check("top_k", int, at_least("top_k", 0), "an integer of at least 0 (0: off)")
+    in_top_p = at_least("top_p", 0) and 0 < params.top_p <= 1  # type: ignore[operator]
+    check("top_p", float, in_top_p, "a number above 0 and at most 1 (1: off)")
+    in_min_p = at_least("min_p", 0) and params.min_p <= 1  # type: ignore[operator]
+    check("min_p", float, in_min_p, "a number from 0 to 1 (0: off)")
+    positive = at_least("repetition_penalty", 0) and params.repetition_penalty > 0  # type: ignore[operator]
+    check("repetition_penalty", float, positive, "a number above 0 (1: off)")
+    check("seed", int, at_least("seed", 0) and params.seed < 2**32, "an integer from 0 to 2**32 - 1")
+    for text in stop:
+        if not isinstance(text, str) or not text:
+            raise UserError(f"stop holds {text!r}, expected non-empty strings")
+    return params
+
+
+@flax.struct.dataclass
+class RowSampling:
+    """The sampling parameters of each row, traced: another value is not another program."""
+
+    temperature: jax.Array  # [B] float32
+    top_k: jax.Array  # [B] int32, 0: off
+    top_p: jax.Array  # [B] float32, 1: off
+    min_p: jax.Array  # [B] float32, 0: off
+    repetition_penalty: jax.Array  # [B] float32, 1: off
+    seed: jax.Array  # [B] uint32
+
+    @classmethod
+    def greedy(cls, batch: int) -> RowSampling:
+        """Rows that take the most likely token."""
+        return cls(
+            temperature=jnp.zeros((batch,), jnp.float32),
+            top_k=jnp.zeros((batch,), jnp.int32),
+            top_p=jnp.ones((batch,), jnp.float32),
+            min_p=jnp.zeros((batch,), jnp.float32),
+            repetition_penalty=jnp.ones((batch,), jnp.float32),
+            seed=jnp.zeros((batch,), jnp.uint32),
+        )
+
+
+def ordered_bits(x: jax.Array) -> jax.Array:
+    """uint32 keys in the order of the float32 values x, so that a threshold can be found bit by bit."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def at_least_weight(keys: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
+    """Mask [..., V] of the fewest largest keys whose weights reach `target` [...]; equal keys stay together.
+
+    Finds the largest threshold t with sum(weights[keys >= t]) >= target by fixing one bit after the other:
+    32 passes over V, where a sort of [B, N, V] would cost more than a decoding step on a CPU.
+    """
+
+    def fix_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
+        candidate = threshold | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        reached = jnp.sum(jnp.where(keys >= candidate[..., None], weights, 0), axis=-1)
+        return jnp.where(reached >= target, candidate, threshold)
+
+    start = jnp.zeros(keys.shape[:-1], jnp.uint32)
+    return keys >= jax.lax.fori_loop(0, 32, fix_bit, start)[..., None]
+
+
+def filter_logits(logits: jax.Array, rows: RowSampling) -> jax.Array:
+    """Set to -inf what top-k, top-p and min-p exclude, in this order, each after the one before.
+
+    logits [B, N, V] float32, after the temperature. Tokens that tie with the last one kept are kept too.
+    top-p: Holtzman et al. 2020 (arXiv 1904.09751); min-p: Nguyen et al. 2024 (arXiv 2407.01082).
+    """
+    V = logits.shape[-1]
+
+    def each_row(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x[:, None], logits.shape[:2])
+
+    def top_k(x: jax.Array) -> jax.Array:
+        k = jnp.where(rows.top_k > 0, rows.top_k, V).astype(jnp.float32)
+        return jnp.where(at_least_weight(ordered_bits(x), jnp.ones_like(x), each_row(k)), x, -jnp.inf)
+
+    def top_p(x: jax.Array) -> jax.Array:
+        keep = at_least_weight(ordered_bits(x), jax.nn.softmax(x, axis=-1), each_row(rows.top_p))
+        return jnp.where(keep | (rows.top_p >= 1)[:, None, None], x, -jnp.inf)
+
+    def min_p(x: jax.Array) -> jax.Array:
+        floor = jnp.max(x, axis=-1, keepdims=True) + jnp.log(rows.min_p)[:, None, None]
+        return jnp.where(x >= floor, x, -jnp.inf)
+
+    def same(x: jax.Array) -> jax.Array:
+        return x
+
+    logits = jax.lax.cond(jnp.any(rows.top_k > 0), top_k, same, logits)
+    logits = jax.lax.cond(jnp.any(rows.top_p < 1), top_p, same, logits)
+    return jax.lax.cond(jnp.any(rows.min_p > 0), min_p, same, logits)
+
+
+def gumbel(seeds: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
+    """Gumbel noise [B, N, V] float32, a function of (seeds [B], absolute position of the token [B, N])."""
+
+    def one(seed: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab_size,))
+
+    return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(seeds, positions)
+
+
+def penalise(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
+    """Repetition penalty (Keskar et al. 2019, arXiv 1909.05858) as Hugging Face applies it.
+
+    logits [B, N, V]; seen [B, N, V] bool, the tokens of each node's own text; penalty [B].
+    """
+    penalty = penalty[:, None, None]
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def history_mask(tokens: jax.Array, known: jax.Array, vocab_size: int) -> jax.Array:
+    """[B, V] bool: which tokens occur in the first `known[b]` of tokens [B, S]."""
+    inside = jnp.arange(tokens.shape[1]) < known[:, None]
+    # Slots behind the text go to an index outside the table, which drops them.
+    targets = jnp.where(inside, tokens, vocab_size)
+    empty = jnp.zeros((tokens.shape[0], vocab_size), bool)
+    return jax.vmap(lambda row, at: row.at[at].set(True, mode="drop"))(empty, targets)
+
+
+def choose(
+    logits: jax.Array, positions: jax.Array, rows: RowSampling, tokens: jax.Array, known: jax.Array
+) -> jax.Array:
+    """The model's choice [B, N] of the token at `positions` [B, N], from logits [B, N, V].
+
+    tokens [B, S] and known [B]: the text that the repetition penalty looks back on. Work that no row
+    of the batch asks for is branched over at run time.
+    """
+    V = logits.shape[-1]
+
+    def with_penalty(logits: jax.Array) -> jax.Array:
+        return penalise(logits, history_mask(tokens, known, V)[:, None], rows.repetition_penalty)
+
+    logits = jax.lax.cond(jnp.any(rows.repetition_penalty != 1), with_penalty, lambda x: x, logits)
+
+    def greedy(logits: jax.Array) -> jax.Array:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def sampled(logits: jax.Array) -> jax.Array:
+        warm = rows.temperature > 0
+        scaled = logits / jnp.where(warm, rows.temperature, 1.0)[:, None, None]
+        noisy = filter_logits(scaled, rows) + gumbel(rows.seed, positions, V)
+        return jnp.where(warm[:, None], greedy(noisy), greedy(logits))
+
+    return jax.lax.cond(jnp.any(rows.temperature > 0), sampled, greedy, logits)

@@ -1,0 +1,229 @@
+"""Requests over rows: who is prefilled, which row runs, when the host looks.
+
+`Session` decodes one request at a time and keeps its cache, so that a conversation's next turn reads
+only what is new. `decode_batch` keeps several rows full from a queue of requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from medusa_jax import decode
+from medusa_jax.decode import DecodeState, Programs, Report
+from medusa_jax.sampling import RowSampling, SamplingParams
+from medusa_jax.text import TextStream
+
+STOP_STRING_STEPS = 16  # steps between two looks of the host when stop strings are set
+UNBOUNDED = np.int32(2**31 - 1)
+
+
+@dataclasses.dataclass
+class Job:
+    """One request on its way: its prompt, how to decode it, and what came out so far."""
+
+    prompt_ids: list[int]
+    params: SamplingParams  # resolved
+    limit: int  # prompt and answer together
+    end_tokens: tuple[int, ...]
+    text_stream: TextStream
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    pieces: list[str] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    steps: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    prefilled_tokens: int = 0  # prompt tokens that were not in the cache already
+
+    def request(self, slots: int, cached: int) -> decode.Request:
+        """The job as `decode.start` takes it."""
+        p = self.params
+        tokens = np.zeros((slots,), np.int32)
+        tokens[: len(self.prompt_ids)] = self.prompt_ids
+        ends = np.full((decode.MAX_END_TOKENS,), -1, np.int32)
+        ends[: len(self.end_tokens)] = self.end_tokens
+
+        def one(value: Any, dtype: Any) -> Any:
+            return np.asarray([value], dtype)
+
+        return decode.Request(
+            tokens=tokens,  # type: ignore[arg-type]
+            known=np.int32(len(self.prompt_ids)),  # type: ignore[arg-type]
+            cached=np.int32(cached),  # type: ignore[arg-type]
+            limit=np.int32(self.limit),  # type: ignore[arg-type]
+            sampling=RowSampling(
+                temperature=one(p.temperature, np.float32),
+                top_k=one(min(p.top_k or 0, 2**31 - 1), np.int32),
+                top_p=one(p.top_p, np.float32),
+                min_p=one(p.min_p, np.float32),
+                repetition_penalty=one(p.repetition_penalty, np.float32),
+                seed=one(p.seed, np.uint32),
+            ),
+            end_tokens=ends,  # type: ignore[arg-type]
+        )
+
+    def take(self, report: Report, row: int) -> str:
+        """Take what a run added to this job's row; returns the new text and finishes the job if it ended."""
+        known, steps = int(report.known[row]), int(report.steps[row])
+        start = len(self.prompt_ids) + len(self.token_ids)
+        added = ""
+        for token in np.asarray(report.tokens[row])[start:known].tolist():
+            piece = self.text_stream.push(token)
+            added += piece
+            if self.text_stream.stopped:  # the token that completes a stop string is not part of the answer
+                return self._finish("stop", added)
+            self.token_ids.append(token)
+        self.steps = steps
+        if not bool(report.active[row]):
+            ended = bool(self.token_ids) and self.token_ids[-1] in self.end_tokens
+            rest = self.text_stream.finish()
+            return self._finish("stop" if ended or self.text_stream.stopped else "length", added + rest)
+        self.pieces.append(added)
+        return added
+
+    def _finish(self, reason: str, added: str) -> str:
+        self.finish_reason = reason
+        # Steps overrun past a stop string are discarded with their tokens: plain steps give one token each.
+        self.steps = min(self.steps or len(self.token_ids), len(self.token_ids))
+        self.pieces.append(added)
+        return added
+
+
+@dataclasses.dataclass
+class Session:
+    """One row and the text that its cache holds; a next text that begins the same reads only the rest."""
+
+    programs: Programs
+    params: Any
+    slots: int
+    state: DecodeState | None = None
+    text: list[int] = dataclasses.field(default_factory=list)  # tokens known to the state
+    cached: int = 0  # how many of them are in the cache
+
+    def compile(self, unread: int, cached: int) -> None:
+        """Have every program that reading `unread` new tokens needs; timings leave compilation out."""
+        self.programs.empty(1, self.slots)
+        self.programs.start(self.slots)
+        chunk = decode.chunk_for(unread)
+        self.programs.prefill(self.slots, chunk, fresh=cached == 0)
+        if unread > chunk:
+            self.programs.prefill(self.slots, chunk, fresh=False)
+
+    def prefill(self, job: Job) -> Report:
+        """Read the job's prompt; the report holds its first token."""
+        if self.state is not None and self.state.known.is_deleted():
+            self.forget()  # an interrupt came between a donation and its result
+        reuse = self._reusable(job.prompt_ids)
+        unread = len(job.prompt_ids) - reuse
+        needed = decode.slots_for(reuse, unread, job.limit)
+        if self.state is not None and needed > self.slots:
+            self.state = self.programs.grow(self.slots, needed)(self.state)
+            self.slots = needed
+        self.compile(unread, reuse)
+        began = time.perf_counter()
+        if self.state is None:
+            self.state = self.programs.empty(1, self.slots)()
+        state = self.programs.start(self.slots)(self.state, job.request(self.slots, reuse))
+        chunk = decode.chunk_for(unread)
+        for at in range(reuse, len(job.prompt_ids), chunk):
+            state, report = self.programs.prefill(self.slots, chunk, fresh=at == 0)(self.params, state)
+        self.state = state
+        report = jax.device_get(report)
+        job.prefill_seconds = time.perf_counter() - began
+        job.prefilled_tokens = unread
+        self._remember(report)
+        return report
+
+    def _reusable(self, ids: Sequence[int]) -> int:
+        """How many tokens of `ids` the cache holds already; the last one is always read for its logits."""
+        most = min(self.cached, len(ids) - 1)
+        return next((i for i in range(most) if ids[i] != self.text[i]), most)
+
+    def forget(self) -> None:
+        """Read the next prompt from its beginning."""
+        self.state, self.text, self.cached = None, [], 0
+
+    def _remember(self, report: Report) -> None:
+        known = int(report.known[0])
+        self.text = np.asarray(report.tokens[0])[:known].tolist()
+        self.cached = known - 1
+
+    def stream(self, job: Job) -> Iterator[str]:
+        """Decode one job, yielding its text step by step."""
+        report = self.prefill(job)
+        run = self.programs.run(1, self.slots)
+        began = time.perf_counter()
+        assert self.state is not None
+        # One step is in flight while the host turns the one before into text. Past the end it does nothing.
+        self.state, ahead = run(self.params, self.state, np.int32(1), np.bool_(False))
+        while True:
+            piece = job.take(report, 0)
+            job.decode_seconds = time.perf_counter() - began
+            if piece:
+                yield piece
+            if job.finish_reason is not None:
+                break
+            report = ahead
+            self.state, ahead = run(self.params, self.state, np.int32(1), np.bool_(False))
+            report = jax.device_get(report)
+            self._remember(report)
+        self._remember(jax.device_get(ahead))
+
+
+def decode_batch(
+    programs: Programs, params: Any, jobs: Sequence[Job], batch: int, slots: int
+) -> Iterator[Job]:
+    """Decode all jobs, up to `batch` at a time, yielding each when it is finished.
+
+    A row that ends is refilled from the queue at once; the other rows go on untouched.
+    """
+    waiting = deque(jobs)
+    if batch > 1:
+        state = programs.empty(batch, slots)()
+        insert = programs.insert(batch, slots)
+    stop_rows = programs.stop_rows(batch, slots)
+    run = programs.run(batch, slots)
+    # A prompt is always read from its beginning here: a result must not depend on its neighbours.
+    single = Session(programs, params, slots)
+    rows: list[Job | None] = [None] * batch
+    report: Report | None = None
+    while waiting or any(rows):
+        for row in range(batch):
+            while waiting and rows[row] is None:
+                job = waiting.popleft()
+                single.text, single.cached = [], 0
+                job.take(single.prefill(job), 0)
+                if job.finish_reason is not None:  # its first token was its last
+                    yield job
+                    continue
+                rows[row] = job
+                assert single.state is not None
+                state = insert(state, np.int32(row), single.state) if batch > 1 else single.state
+        live = [job for job in rows if job is not None]
+        if not live:
+            break
+        most = STOP_STRING_STEPS if any(job.params.stop for job in live) else UNBOUNDED
+        began = time.perf_counter()
+        state, report = run(params, state, np.int32(most), np.bool_(bool(waiting)))
+        report = jax.device_get(report)
+        elapsed = time.perf_counter() - began
+        keep = np.ones((batch,), bool)
+        for row, job in enumerate(rows):
+            if job is None:
+                continue
+            job.decode_seconds += elapsed
+            job.take(report, row)
+            if job.finish_reason is not None:
+                keep[row] = not bool(report.active[row])
+                rows[row] = None
+                yield job
+        if not keep.all():
+            state = stop_rows(state, keep)
+        if batch == 1:
+            single.state = state

@@ -1,0 +1,137 @@
+"""The mesh, and one ordered table of (parameter path, PartitionSpec).
+
+Axes: `data` splits the batch, `fsdp` the parameters (in training), `tensor` the heads, the MLP and the
+vocabulary. Model code names none of them; XLA's partitioner derives the collectives from the shardings
+of parameters and state: two all-reduces a layer and one for the embedding.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from medusa_jax.config import ModelConfig
+from medusa_jax.errors import UserError
+
+AXES = ("data", "fsdp", "tensor")
+
+# Projections by output row, o and down by input column, both vocabulary tables by row. Every parameter
+# path must match exactly one line. "heads" stands for `tensor` where that divides the K/V heads, and
+# for nothing otherwise: a head is never split.
+RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    (r"model/embed_tokens/weight", ("tensor", "fsdp")),
+    (r"lm_head/weight", ("tensor", "fsdp")),
+    (r"model/layers_\d+/self_attn/[qkv]_proj/weight", ("heads", "fsdp")),
+    (r"model/layers_\d+/self_attn/[qkv]_proj/bias", ("heads",)),
+    (r"model/layers_\d+/self_attn/o_proj/weight", ("fsdp", "heads")),
+    (r"model/layers_\d+/self_attn/o_proj/bias", (None,)),
+    (r"model/layers_\d+/self_attn/[qk]_norm/weight", (None,)),
+    (r"model/layers_\d+/mlp/(gate|up)_proj/weight", ("tensor", "fsdp")),
+    (r"model/layers_\d+/mlp/(gate|up)_proj/bias", ("tensor",)),
+    (r"model/layers_\d+/mlp/down_proj/weight", ("fsdp", "tensor")),
+    (r"model/layers_\d+/mlp/down_proj/bias", (None,)),
+    (r"model/layers_\d+/(input|post_attention)_layernorm/weight", (None,)),
+    (r"model/norm/weight", (None,)),
+)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Read `data=2,tensor=4`. Raises UserError for an unknown axis or a size that is no positive integer."""
+    sizes = dict.fromkeys(AXES, 1)
+    seen = set()
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in AXES or not value.isascii() or not value.isdigit() or int(value) < 1:
+            raise UserError(f"mesh: {part.strip()!r}, expected AXIS=SIZE with AXIS one of {', '.join(AXES)}")
+        if name in seen:
+            raise UserError(f"mesh: axis {name!r} is given twice")
+        seen.add(name)
+        sizes[name] = int(value)
+    return sizes
+
+
+def make_mesh(sizes: dict[str, int]) -> Mesh:
+    """A mesh of the first devices; axes not named have size 1. Raises UserError when there are too few."""
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    count = int(np.prod(shape))
+    if count > jax.device_count():
+        asked = ",".join(f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True) if size > 1)
+        raise UserError(f"mesh: {asked} needs {count} devices, this machine has {jax.device_count()}")
+    # Explicit axes, the default, would ask flax.linen's modules for shardings they cannot give.
+    types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(shape, AXES, axis_types=types, devices=jax.devices()[:count])
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Whole on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def heads_axis(config: ModelConfig, mesh: Mesh) -> str | None:
+    """The axis that attention heads are split over: `tensor`, or none when it does not divide K."""
+    return "tensor" if config.num_key_value_heads % mesh.shape["tensor"] == 0 else None
+
+
+def spec_for(path: str, shape: tuple[int, ...], config: ModelConfig, mesh: Mesh) -> PartitionSpec:
+    """The PartitionSpec of one parameter. Raises for a path that no rule or several rules match.
+
+    Raises UserError when a dimension does not divide over its axis.
+    """
+    matches = [spec for pattern, spec in RULES if re.fullmatch(pattern, path)]
+    if len(matches) != 1:
+        raise ValueError(f"sharding: {len(matches)} rules match the parameter path {path!r}, expected one")
+    axes = [heads_axis(config, mesh) if axis == "heads" else axis for axis in matches[0]]
+    if len(axes) != len(shape):
+        raise ValueError(f"sharding: the rule for {path!r} has {len(axes)} dimensions, the array {len(shape)}")
+    for size, axis in zip(shape, axes, strict=True):
+        if axis and size % mesh.shape[axis]:
+            raise UserError(
+                f"mesh: {axis}={mesh.shape[axis]} does not divide {path.replace('/', '.')} of shape {list(shape)}"
+            )
+    return PartitionSpec(*axes)
+
+
+def path_string(path: tuple[Any, ...]) -> str:
+    """`model/norm/weight` of a key path as jax.tree_util gives it."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def param_shardings(params: Any, config: ModelConfig, mesh: Mesh | None) -> Any:
+    """The sharding of every parameter (None without a mesh), from shapes or arrays."""
+    if mesh is None:
+        return None
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(mesh, spec_for(path_string(path), leaf.shape, config, mesh)), params
+    )
+
+
+def state_shardings(state: Any, config: ModelConfig, mesh: Mesh | None) -> Any:
+    """The sharding of every leaf of a decoding state: rows over `data`, cache heads over `tensor`.
+
+    A state of fewer rows than `data` (a request being prefilled) is whole on every data shard.
+    """
+    if mesh is None:
+        return None
+
+    def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        rows = "data" if leaf.shape[0] % mesh.shape["data"] == 0 else None
+        if path_string(path).startswith(("cache/keys", "cache/values")):
+            return NamedSharding(mesh, PartitionSpec(rows, heads_axis(config, mesh)))
+        return NamedSharding(mesh, PartitionSpec(rows))
+
+    return jax.tree_util.tree_map_with_path(one, state)
+
+
+def with_shardings(shapes: Any, shardings: Any) -> Any:
+    """ShapeDtypeStructs with these shardings (unchanged when there are none)."""
+    if shardings is None:
+        return shapes
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
