@@ -47,6 +47,11 @@ def project(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None)
     return product.reshape(*x.shape[:-1], weight.shape[0])
 
 
+def _over_leading(vector: jax.Array, like: jax.Array) -> jax.Array:
+    """A vector [n] with the rank of `like` [..., n]: broadcasting is asked for, never implied."""
+    return vector.reshape((1,) * (like.ndim - 1) + vector.shape)
+
+
 class Linear(nn.Module):
     """A product with a weight [out, in] and, if asked, a bias [out]."""
 
@@ -61,7 +66,8 @@ class Linear(nn.Module):
         weight = self.param("weight", nn.initializers.normal(0.02), shape, self.param_dtype)
         y = project(x, weight)
         if self.use_bias:
-            y = y + self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
+            bias = self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
+            y = y + _over_leading(bias, y)
         return y
 
 
@@ -77,7 +83,7 @@ class RMSNorm(nn.Module):
         weight = self.param("weight", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
         exact = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(exact * exact, axis=-1, keepdims=True) + self.eps)
-        return weight * (exact * scale).astype(x.dtype)
+        return _over_leading(weight, x) * (exact * scale).astype(x.dtype)
 
 
 def attend(
@@ -95,42 +101,37 @@ def attend(
     """
     B, T, H, h = query.shape
     K = fresh[0].shape[1]
-    grouped = query.reshape(B, T, K, H // K, h)
+    G = H // K
+    # Queries of one K/V head stand together, so that both products are plain batched matrix products: as
+    # free einsums XLA:CPU transposes the cache for each (docs/benchmarks.md, "Attention on a CPU").
+    grouped = query.reshape(B, T, K, G, h).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, h)
     precision = matmul_precision(query.dtype)
 
+    def product(left: jax.Array, right: jax.Array, contract: int) -> jax.Array:
+        dimensions = (((3,), (contract,)), ((0, 1), (0, 1)))
+        return jax.lax.dot_general(left, right, dimensions, precision, jnp.dtype(jnp.float32))
+
     def scores(keys: jax.Array, mask: jax.Array) -> jax.Array:
-        products = jnp.einsum(
-            "BTKGh,BKSh->BKGTS", grouped, keys, precision=precision, preferred_element_type=jnp.float32
-        )
+        products = product(grouped, keys, 3).reshape(B, K, G, T, -1)
         return jnp.where(mask, products * h**-0.5, -jnp.inf)
 
     def mix(weights: jax.Array, values: jax.Array) -> jax.Array:
-        return jnp.einsum(
-            "BKGTS,BKSh->BTKGh",
-            weights.astype(values.dtype),
-            values,
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
+        return product(weights.astype(values.dtype).reshape(B, K, G * T, -1), values, 2)
 
     fresh_scores = scores(fresh[0], fresh_mask)
     # Every token sees itself, so the maximum is finite whatever the cache holds.
     peak = jnp.max(fresh_scores, axis=-1, keepdims=True)
     if cached is None:
-        cached_scores = None
+        fresh_weights = jnp.exp(fresh_scores - peak)
+        mixed = mix(fresh_weights / jnp.sum(fresh_weights, axis=-1, keepdims=True), fresh[1])
     else:
         assert cached_mask is not None
         cached_scores = scores(cached[0], cached_mask)
         peak = jnp.maximum(peak, jnp.max(cached_scores, axis=-1, keepdims=True))
-    fresh_weights = jnp.exp(fresh_scores - peak)
-    total = jnp.sum(fresh_weights, axis=-1, keepdims=True)
-    if cached is None or cached_scores is None:
-        mixed = mix(fresh_weights / total, fresh[1])
-    else:
-        cached_weights = jnp.exp(cached_scores - peak)
-        total = total + jnp.sum(cached_weights, axis=-1, keepdims=True)
+        fresh_weights, cached_weights = jnp.exp(fresh_scores - peak), jnp.exp(cached_scores - peak)
+        total = jnp.sum(fresh_weights, axis=-1, keepdims=True) + jnp.sum(cached_weights, axis=-1, keepdims=True)
         mixed = mix(cached_weights / total, cached[1]) + mix(fresh_weights / total, fresh[1])
-    return mixed.astype(query.dtype).reshape(B, T, H * h)
+    return mixed.astype(query.dtype).reshape(B, K, G, T, h).transpose(0, 3, 1, 2, 4).reshape(B, T, H * h)
 
 
 class Attention(nn.Module):
@@ -256,7 +257,8 @@ def _masks(
     positions: jax.Array, relation: jax.Array, cache: KVCache | None, window: int | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """What each token may attend to: fresh tokens [B, 1, 1, T, T] and cache slots [B, 1, 1, T or 1, S]."""
-    fresh = jnp.broadcast_to(relation, (positions.shape[0], *relation.shape[-2:]))
+    relation = relation if relation.ndim == 3 else relation[None]
+    fresh = jnp.broadcast_to(relation, (positions.shape[0], *relation.shape[1:]))
     if window is not None:
         fresh = fresh & (positions[:, :, None] - positions[:, None, :] < window)
     cached = None

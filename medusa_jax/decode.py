@@ -124,7 +124,7 @@ def prefill(
     lengths = state.cache.lengths
     tokens = jax.vmap(lambda row, at: jax.lax.dynamic_slice(row, (at,), (chunk,)))(state.tokens, lengths)
     counts = jnp.clip(state.known - lengths, 0, chunk)
-    positions = lengths[:, None] + jnp.arange(chunk)
+    positions = lengths[:, None] + jnp.arange(chunk)[None]
     causal = jnp.tri(chunk, dtype=bool)
     hidden, new = backbone.forward(
         params, config, tokens, positions, causal, None if fresh else state.cache
@@ -148,7 +148,10 @@ def step(params: Params, state: DecodeState, config: ModelConfig) -> DecodeState
     logits = backbone.unembed(params, config, hidden)
     chosen = sampling.choose(logits, state.known[:, None], state.sampling, state.tokens, state.known)
     counts = state.active.astype(jnp.int32)
-    state = state.replace(cache=cache.commit(state.cache, new, None, counts))
+    # The accepted path is node 0. Written as a function of the choice it puts the cache's write after all
+    # of its reads: without an order between them XLA:CPU copies the whole cache first.
+    path = jnp.minimum(chosen, 0)
+    state = state.replace(cache=cache.commit(state.cache, new, path, counts))
     return _emit(state, chosen[:, 0], state.active)
 
 

@@ -264,10 +264,10 @@ class MedusaLM:
         job = self.job(self.encode(prompt, system, raw), params)
         return self.stream_job(job)
 
-    def stream_job(self, job: Job, session: Session | None = None) -> Iterator[str]:
+    def stream_job(self, job: Job) -> Iterator[str]:
         """Yield the text of a job as it comes; afterwards the job holds its ids and times."""
         self.compile_for([job], streaming=True)
-        yield from (session or self.session([job])).stream(job)
+        yield from filter(None, self.session([job]).stream(job))
 
     def session(self, jobs: Sequence[Job]) -> Session:
         """A row of its own that keeps its cache, large enough for these jobs; it grows when it must."""

@@ -71,7 +71,7 @@ def cos_sin(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.
     Angles stay in float32: at position 40,000 bfloat16 would be off by whole turns.
     """
     frequencies, scale = inverse_frequencies(rope, head_dim)
-    angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies
+    angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None]
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 

@@ -192,7 +192,7 @@ def penalise(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Arra
 
 def history_mask(tokens: jax.Array, known: jax.Array, vocab_size: int) -> jax.Array:
     """[B, V] bool: which tokens occur in the first `known[b]` of tokens [B, S]."""
-    inside = jnp.arange(tokens.shape[1]) < known[:, None]
+    inside = jnp.arange(tokens.shape[1])[None] < known[:, None]
     # Slots behind the text go to an index outside the table, which drops them.
     targets = jnp.where(inside, tokens, vocab_size)
     empty = jnp.zeros((tokens.shape[0], vocab_size), bool)
@@ -209,18 +209,18 @@ def choose(
     """
     V = logits.shape[-1]
 
-    def with_penalty(logits: jax.Array) -> jax.Array:
-        return penalise(logits, history_mask(tokens, known, V)[:, None], rows.repetition_penalty)
-
-    logits = jax.lax.cond(jnp.any(rows.repetition_penalty != 1), with_penalty, lambda x: x, logits)
-
     def greedy(logits: jax.Array) -> jax.Array:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    def sampled(logits: jax.Array) -> jax.Array:
+    def penalised(logits: jax.Array) -> jax.Array:
+        return penalise(logits, history_mask(tokens, known, V)[:, None], rows.repetition_penalty)
+
+    def elaborate(logits: jax.Array) -> jax.Array:
+        logits = jax.lax.cond(jnp.any(rows.repetition_penalty != 1), penalised, lambda x: x, logits)
         warm = rows.temperature > 0
         scaled = logits / jnp.where(warm, rows.temperature, 1.0)[:, None, None]
         noisy = filter_logits(scaled, rows) + gumbel(rows.seed, positions, V)
         return jnp.where(warm[:, None], greedy(noisy), greedy(logits))
 
-    return jax.lax.cond(jnp.any(rows.temperature > 0), sampled, greedy, logits)
+    plain = jnp.all((rows.temperature == 0) & (rows.repetition_penalty == 1))
+    return jax.lax.cond(plain, greedy, elaborate, logits)

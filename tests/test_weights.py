@@ -47,7 +47,7 @@ def make_config(**changes) -> ModelConfig:
 CONFIG = make_config()
 
 
-def make_arrays(config=CONFIG, dtype=F32, seed=0) -> dict[str, np.ndarray]:
+def make_arrays(config=CONFIG, dtype: np.dtype = F32, seed=0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     shapes = weights.expected_shapes(config)
     return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
@@ -218,6 +218,8 @@ def test_every_element_is_read_once(dtype, grid, monkeypatch):
     shardings = None if grid is None else shardings_for(CONFIG, *grid)
     loaded = weights.flatten(weights.load_params(source, CONFIG, dtype, shardings))
     assert all((counts == 1).all() for counts in source.reads.values())
+    # float32 read for bfloat16 comes in pieces, no larger than half of the parameter.
+    assert source.calls[EMBED] == (4 if dtype == BF16 else 1)
     for name, array in source.arrays.items():
         assert bits(loaded[name]) == bits(array.astype(dtype)), name
 
@@ -369,14 +371,17 @@ def test_any_changed_key_is_named(data):
 
 
 @pytest.mark.parametrize("grid", [None, (8, 1), (2, 4)])
-def test_a_tied_copy_is_accepted_and_read_once(grid, monkeypatch):
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_tied_copy_is_accepted_and_read_once(grid, dtype, monkeypatch):
+    monkeypatch.setattr(weights, "_WHOLE_BYTES", 64)  # as bfloat16 the table comes in pieces
     monkeypatch.setattr(weights, "_COMPARED_BYTES", 5 * 16 * 4)  # five rows at a time, of 24
     config = make_config(tie_word_embeddings=True)
     arrays = make_arrays(config)
     arrays[EMBED][3, 3] = np.nan
     source = CountingSource({HEAD: arrays[EMBED].copy()} | arrays)
     shardings = None if grid is None else shardings_for(config, *grid)
-    assert_same(weights.flatten(weights.load_params(source, config, F32, shardings)), arrays)
+    loaded = weights.flatten(weights.load_params(source, config, dtype, shardings))
+    assert_same(loaded, {name: array.astype(dtype) for name, array in arrays.items()})
     assert all((counts == 1).all() for counts in source.reads.values())
 
 
@@ -390,6 +395,19 @@ def test_a_tied_copy_that_differs_is_an_error(tmp_path, where, dtype, monkeypatc
     head[where] = np.nextafter(head[where], np.float32(9))  # vanishes in bfloat16, still differs
     with pytest.raises(UserError, match=rf"tie_word_embeddings.*lm_head.*row {where[0]};"):
         load(write(tmp_path, arrays | {HEAD: head}), config, dtype)
+
+
+def test_a_tied_copy_of_another_type_is_compared_by_value():
+    config = make_config(tie_word_embeddings=True)
+    arrays = make_arrays(config)
+    head = arrays[EMBED].astype(BF16)
+    arrays[EMBED] = head.astype(F32)
+    assert_same(
+        weights.flatten(weights.load_params(CountingSource(arrays | {HEAD: head}), config, F32)), arrays
+    )
+    head[5, 5] += 1
+    with pytest.raises(UserError, match="row 5;"):
+        weights.load_params(CountingSource(arrays | {HEAD: head}), config, F32)
 
 
 # Folders

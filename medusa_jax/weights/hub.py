@@ -192,6 +192,8 @@ def resolve(model: str | os.PathLike[str] | None) -> Path:
     if model is None:
         return default_model()
     text = os.fspath(model)
+    if not text:
+        raise UserError("the model's name is empty; expected a folder, a .gguf file or a hub id")
     path = Path(text).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():

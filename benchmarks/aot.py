@@ -1,0 +1,431 @@
+"""Compile the decoding programs for TPUs (and a GPU) that need not be there, and check what they move.
+
+    python benchmarks/aot.py [--only NAME ...] [--json FILE] [--save DIR]
+
+Llama-2-7B shapes, bfloat16, S = 2048. HBM bytes and collectives are counted from the compiled program
+(hlo.py); milliseconds are bytes over peak bandwidth, a lower bound and no measurement. Exit status 1 when
+a limit is passed, 2 when the TPU compiler is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# The TPU compiler reads these when it is loaded: no device, no metadata server, no lock between processes.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["TPU_ACCELERATOR_TYPE"] = "v5litepod-8"
+os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
+os.environ["TPU_LOG_DIR"] = "disabled"
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+from medusa_jax import backbone, cache, decode, sharding
+from medusa_jax.config import ModelConfig
+
+LLAMA_2_7B = ModelConfig.from_hf(
+    {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+    }
+)
+DTYPE = jnp.dtype(jnp.bfloat16)
+SLOTS = 2048
+TREE_NODES, TREE_PATH = 64, 5
+BANDWIDTH = {"v5e": 819e9, "h200": 4.8e12}  # bytes/s
+
+READ_RATIO = 1.01  # bytes read over the analytic minimum
+AROUND_RATIO = 0.01  # what `run` moves once, outside of its loop, over the minimum of one step
+TEMP_RATIO = 0.125  # temporaries over the cache: a copied cache would be 1
+TEMP_COLLECTIVES = 64 << 20  # bytes that XLA reserves on every device of a program with collectives
+SHARDS = 8  # of the tensor-parallel cases
+
+# What the GPU compiler must know of a card that is not there (NVIDIA's data sheet and occupancy tables).
+H200 = """
+gpu_device_info {
+  name: "NVIDIA H200"  device_vendor: "NVIDIA Corporation"  cuda_compute_capability { major: 9 }
+  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98  threads_per_warp: 32
+  threads_per_block_limit: 1024  threads_per_core_limit: 2048
+  registers_per_block_limit: 65536  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448  shared_memory_per_core: 233472
+  l2_cache_size: 52428800  memory_bandwidth: 4800000000000  device_memory_size: 150000000000
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
+  device_address_bits: 64  runtime_version: "12.8.0"  compile_time_toolkit_version: "12.8.0"
+}
+platform_name: "CUDA"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a program may do; None: reported only. Bytes are those of one device."""
+
+    read_ratio: float | None = None
+    temp: float | None = None
+    collectives: dict[str, int] | None = None  # the most of each kind of at least hlo.TINY bytes, others 0
+
+
+@dataclasses.dataclass
+class Built:
+    """A compiled program, and what its shapes say of it."""
+
+    program: Any
+    minimum: float  # bytes that one step must read, 0: not stated
+    donated: float  # bytes of the donated cache
+    leaves: int  # donated buffers
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One program to compile."""
+
+    build: Callable[[], Built]
+    limits: Limits = Limits()
+    chip: str = "v5e"
+    breaks: frozenset[str] = frozenset()  # a positive control: the limits that it must pass
+
+
+# ----------------------------------------------------------------------------------------- programs
+
+
+def mesh_of(topology: Any, shape: tuple[int, int, int]) -> Mesh:
+    """A mesh of devices that are only described."""
+    devices = np.array(topology.devices[: int(np.prod(shape))]).reshape(shape)
+    return Mesh(devices, sharding.AXES, axis_types=(AxisType.Auto,) * len(sharding.AXES))
+
+
+def v5e(*shape: int) -> Mesh:
+    """One v5e chip, or eight, as (data, fsdp, tensor)."""
+    assert len(shape) == 3
+    if np.prod(shape) == 1:
+        one = topologies.get_topology_desc(
+            platform="tpu", topology_name="v5e:1x1", chips_per_host_bounds=(1, 1, 1)
+        )
+        return mesh_of(one, shape)
+    return mesh_of(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4"), shape)
+
+
+def h200() -> Mesh:
+    """One H200."""
+    card = topologies.get_topology_desc(
+        platform="cuda", topology_name="", target_config=H200, topology="1x1x1"
+    )
+    return mesh_of(card, (1, 1, 1))
+
+
+def programs(mesh: Mesh, config: ModelConfig = LLAMA_2_7B) -> decode.Programs:
+    """The library's programs for parameters as its own rules shard them."""
+    params = backbone.abstract_params(config, DTYPE)
+    params = sharding.with_shardings(params, sharding.param_shardings(params, config, mesh))
+    return decode.Programs(config, DTYPE, params, mesh)
+
+
+def shard_bytes(tree: Any) -> float:
+    """Bytes of a tree on one device."""
+
+    def one(leaf: Any) -> float:
+        return float(np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
+
+    return sum(map(one, jax.tree.leaves(tree)))
+
+
+def built(program: Any, made: decode.Programs, state: decode.DecodeState, tokens: int) -> Built:
+    """With the least that a forward over `tokens` must read: weights, cache, and rows of the embedding."""
+    layers = (state.cache.keys, state.cache.values)
+    table = made.params["model"]["embed_tokens"]
+    minimum = shard_bytes(made.params) + shard_bytes(layers)
+    if not made.config.tie_word_embeddings:
+        minimum += tokens * made.config.hidden_size * DTYPE.itemsize - shard_bytes(table)
+    return Built(program, minimum if tokens else 0.0, shard_bytes(layers), len(jax.tree.leaves(state)))
+
+
+def compile_step(made: decode.Programs, batch: int, function: Callable[..., decode.DecodeState]) -> Built:
+    """`function(params, state)` alone, the state donated."""
+    state = made.state_shape(batch, SLOTS)
+    kept = jax.tree.map(lambda leaf: leaf.sharding, state)
+    lowered = jax.jit(function, donate_argnames="state", out_shardings=kept).lower(made.params, state)
+    return built(lowered.compile(), made, state, batch)
+
+
+def build_step(mesh: Callable[[], Mesh]) -> Built:
+    """One plain step of one row."""
+    return compile_step(programs(mesh()), 1, partial(decode.step, config=LLAMA_2_7B))
+
+
+def build_run(mesh: Callable[[], Mesh]) -> Built:
+    """The whole generation loop of one row."""
+    made = programs(mesh())
+    return built(made.run(1, SLOTS), made, made.state_shape(1, SLOTS), 1)
+
+
+def build_prefill(mesh: Callable[[], Mesh]) -> Built:
+    """One chunk of a prompt, behind others."""
+    made = programs(mesh())
+    chunk = decode.MAX_CHUNK
+    return built(made.prefill(SLOTS, chunk, False), made, made.state_shape(1, SLOTS), chunk)
+
+
+def build_insert(mesh: Callable[[], Mesh]) -> Built:
+    """A prefilled request put into a batch of 8."""
+    made = programs(mesh())
+    return built(made.insert(8, SLOTS), made, made.state_shape(8, SLOTS), 0)
+
+
+def build_tree(mesh: Callable[[], Mesh]) -> Built:
+    """A forward over 64 nodes, all their logits, and the commit of a path: what a tree step will do."""
+
+    def step(
+        params: backbone.Params, state: cache.KVCache, nodes: jax.Array, path: jax.Array
+    ) -> tuple[cache.KVCache, jax.Array]:
+        positions = state.lengths[:, None] + jnp.arange(TREE_NODES)
+        ancestors = jnp.tri(TREE_NODES, dtype=bool)
+        hidden, fresh = backbone.forward(params, LLAMA_2_7B, nodes, positions, ancestors, state)
+        choice = jnp.argmax(backbone.unembed(params, LLAMA_2_7B, hidden), axis=-1)
+        return cache.commit(state, fresh, path, jnp.full((1,), TREE_PATH)), choice
+
+    made = programs(mesh())
+    state = made.state_shape(1, SLOTS)
+    ids = (jax.ShapeDtypeStruct((1, length), jnp.int32) for length in (TREE_NODES, TREE_PATH))
+    lowered = jax.jit(step, donate_argnames="state").lower(made.params, state.cache, *ids)
+    result = built(lowered.compile(), made, state, TREE_NODES)
+    return dataclasses.replace(result, leaves=len(jax.tree.leaves(state.cache)))
+
+
+def small() -> ModelConfig:
+    """Two layers, for the controls: quick to compile, with every array of a layer at its real size."""
+    return dataclasses.replace(LLAMA_2_7B, num_hidden_layers=2, layer_windows=(None,) * 2)
+
+
+def build_gathering() -> Built:
+    """Control: every matrix split over the axis of the batch, so that each must be gathered for its use."""
+    made = programs(v5e(SHARDS, 1, 1), small())
+    assert made.mesh is not None
+    split = NamedSharding(made.mesh, PartitionSpec("data"))
+    params = sharding.with_shardings(made.params, jax.tree.map(lambda _: split, made.params))
+    made = dataclasses.replace(made, params=params)
+    return compile_step(made, SHARDS * 8, partial(decode.step, config=made.config))
+
+
+def build_copying() -> Built:
+    """Control: a step that writes its token by a select over all slots, and so rewrites the cache."""
+    config = small()
+
+    def step(params: backbone.Params, state: decode.DecodeState) -> decode.DecodeState:
+        stepped = decode.step(params, state, config)
+        here = jnp.arange(SLOTS)[None, None, :, None] == state.cache.lengths[:, None, None, None]
+
+        def select(old: jax.Array, new: jax.Array) -> jax.Array:
+            return jnp.where(here, new, old)
+
+        keys = tuple(map(select, state.cache.keys, stepped.cache.keys))
+        return stepped.replace(cache=stepped.cache.replace(keys=keys))
+
+    return compile_step(programs(v5e(1, 1, 1), config), 1, step)
+
+
+def cases() -> dict[str, Case]:
+    """All programs by name."""
+    one, eight = partial(v5e, 1, 1, 1), partial(v5e, 1, 1, SHARDS)
+    cached = 2 * LLAMA_2_7B.num_hidden_layers * SLOTS * DTYPE.itemsize
+    cached *= LLAMA_2_7B.num_key_value_heads * LLAMA_2_7B.head_dim
+    single = Limits(READ_RATIO, TEMP_RATIO * cached, {})
+    # Two all-reduces a layer and the embedding's.
+    split = Limits(
+        READ_RATIO,
+        TEMP_RATIO * cached / SHARDS + TEMP_COLLECTIVES,
+        {"all-reduce": 2 * LLAMA_2_7B.num_hidden_layers + 1},
+    )
+    return {
+        "step": Case(partial(build_step, one), single),
+        "run": Case(partial(build_run, one), single),
+        "step-tensor8": Case(partial(build_step, eight), split),
+        "run-tensor8": Case(partial(build_run, eight), split),
+        "insert-data2-tensor4": Case(partial(build_insert, partial(v5e, 2, 1, 4)), Limits(collectives={})),
+        "prefill-512": Case(partial(build_prefill, one)),
+        "tree-64": Case(partial(build_tree, one)),
+        "step-h200": Case(partial(build_step, h200), chip="h200"),
+        "control-gather": Case(
+            build_gathering, Limits(collectives={"all-reduce": 5}), breaks=frozenset({"all-gather"})
+        ),
+        "control-copy": Case(build_copying, Limits(read_ratio=READ_RATIO), breaks=frozenset({"read"})),
+    }
+
+
+# -------------------------------------------------------------------------------------------- report
+
+
+@dataclasses.dataclass
+class Row:
+    """One line of the report; bytes of one device."""
+
+    name: str
+    read: float
+    write: float
+    read_dearest: float  # with the dearest branch of every conditional: sampling with all filters
+    minimum: float
+    temp: float
+    alias: float
+    donated: float
+    collectives: dict[str, tuple[int, float]]
+    bound_ms: float
+    limits: Limits
+    passed: dict[str, str]  # the limits that were passed: which, and by what
+
+
+def measure(name: str, case: Case, save: Path | None) -> list[Row]:
+    """Compile a case and hold it against its limits. A loop of unknown length is reported by itself."""
+    made = case.build()
+    text = made.program.as_text()
+    if save:
+        (save / f"{name}.hlo.txt").write_text(text)
+    memory = made.program.memory_analysis()
+    module = hlo.parse(text)
+    traffic, dearest = hlo.count(module), hlo.count(module, dearest=True)
+    loops = [loop.body for loop in traffic.loops if loop.trips is None]
+    dearest_loops = [loop.body for loop in dearest.loops if loop.trips is None]
+    per_step, per_step_dearest = (loops[0], dearest_loops[0]) if loops else (traffic, dearest)
+
+    def row(label: str, part: hlo.Traffic, read_dearest: float, limits: Limits) -> Row:
+        return Row(
+            name=label,
+            read=part.read,
+            write=part.write,
+            read_dearest=read_dearest,
+            minimum=made.minimum,
+            temp=memory.temp_size_in_bytes,
+            alias=memory.alias_size_in_bytes,
+            donated=made.donated,
+            collectives=part.collectives,
+            bound_ms=1e3 * part.total / BANDWIDTH[case.chip],
+            limits=limits,
+            passed=violations(part, made, memory.temp_size_in_bytes, limits),
+        )
+
+    rows = [row(name, per_step, per_step_dearest.read, case.limits)]
+    if case.limits != Limits() and not case.breaks:
+        buffers = hlo.aliased(text)
+        if memory.alias_size_in_bytes < made.donated or buffers != made.leaves:
+            rows[0].passed["alias"] = f"{buffers} of {made.leaves} donated buffers are reused"
+    if loops:
+        outside = hlo.Traffic(traffic.read - per_step.read, traffic.write - per_step.write)
+        rows.append(row(f"{name}, around", outside, dearest.read - per_step_dearest.read, Limits()))
+        if outside.total > AROUND_RATIO * made.minimum:
+            moved = f"{outside.total / 1e9:.3f} GB moved outside of the loop"
+            rows[1].passed["around"] = f"{moved}, limit {AROUND_RATIO * made.minimum / 1e9:.3f}"
+    for line in rows:
+        if line.passed and not case.breaks:
+            writers = sorted(traffic.rows, key=lambda moved: -moved[1])[:5]
+            line.passed["largest writes"] = "; ".join(f"{w / 1e6:.1f} MB {what}" for _, w, what in writers)
+    return rows
+
+
+def violations(part: hlo.Traffic, made: Built, temp: float, limits: Limits) -> dict[str, str]:
+    """The limits that are passed: which, and by what."""
+    found = {}
+    if limits.read_ratio and part.read > limits.read_ratio * made.minimum:
+        found["read"] = f"{part.read / made.minimum:.4f} times the minimum is read, limit {limits.read_ratio}"
+    if limits.temp and temp > limits.temp:
+        found["temp"] = f"{temp / 1e6:.1f} MB of temporaries, limit {limits.temp / 1e6:.1f}"
+    for kind, (number, size) in part.collectives.items():
+        most = 0 if limits.collectives is None else limits.collectives.get(kind, 0)
+        if limits.collectives is not None and not kind.endswith("(tiny)") and number > most:
+            found[kind] = f"{number} {kind} of {size / 1e6:.2f} MB together, limit {most}"
+    return found
+
+
+def table(rows: list[Row]) -> Table:
+    """The report, limits beside the figures that have one."""
+    head = "program", "read GB", "dearest", "write GB", "minimum", "ratio", "temp MB", "alias MB"
+    made = Table(*head, "collectives", "bound ms", title="One device: HBM bytes of a step or call")
+
+    def limit(value: str, most: str | None) -> str:
+        return f"{value} ≤ {most}" if most else value
+
+    for row in rows:
+        stated = row.minimum > 0 and not row.name.endswith("around")
+        kinds = ", ".join(f"{n} {k} {size / 1e6:.2f} MB" for k, (n, size) in sorted(row.collectives.items()))
+        expected = row.limits.collectives
+        counts = None if expected is None else " ".join(f"{n} {k}" for k, n in expected.items()) or "0"
+        made.add_row(
+            row.name,
+            f"{row.read / 1e9:.4f}",
+            f"{row.read_dearest / 1e9:.4f}",
+            f"{row.write / 1e9:.4f}",
+            f"{row.minimum / 1e9:.4f}" if stated else "",
+            limit(f"{row.read / row.minimum:.4f}", str(row.limits.read_ratio or "")) if stated else "",
+            limit(f"{row.temp / 1e6:.1f}", f"{row.limits.temp / 1e6:.0f}" if row.limits.temp else None),
+            f"{row.alias / 1e6:.1f} of {row.donated / 1e6:.1f}",
+            limit(kinds or "none", counts),
+            f"{row.bound_ms:.3f}",
+        )
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile, print the table, and return the exit status."""
+    known = cases()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", action="append", choices=known, metavar="NAME", help=", ".join(known))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, in bytes")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="keep the compiled programs' text")
+    options = parser.parse_args(arguments)
+    names = options.only or list(known)
+    if importlib.util.find_spec("libtpu") is None:
+        print("aot: the TPU compiler is missing: pip install 'medusa-jax[tpu]'", file=sys.stderr)
+        return 2
+    if options.save:
+        options.save.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    failures = []
+    for name in names:
+        case = known[name]
+        if case.chip == "h200" and importlib.util.find_spec("jax_plugins.xla_cuda12") is None:
+            print(f"{name}: left out, the CUDA compiler is missing (medusa-jax[cuda12])", file=sys.stderr)
+            continue
+        print(f"{name}: compiling", file=sys.stderr, flush=True)
+        try:
+            found = measure(name, case, options.save)
+        except jax.errors.JaxRuntimeError as error:  # running out of device memory among others
+            failures.append(f"{name}: does not compile: {str(error).splitlines()[0]}")
+            continue
+        rows += found
+        if case.breaks:
+            unseen = case.breaks - found[0].passed.keys()
+            failures += [f"{name}: the counter misses what this control does: {kind}" for kind in unseen]
+        else:
+            failures += [f"{row.name}: {kind}: {what}" for row in found for kind, what in row.passed.items()]
+    console = Console() if sys.stdout.isatty() else Console(width=190)
+    console.print(table(rows))
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""python -m infer.chat: talk with a model; it keeps its key/value cache from turn to turn."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infer import cli
+
+if TYPE_CHECKING:
+    from medusa_jax import MedusaLM, SamplingParams
+    from medusa_jax.generate import Completion
+
+COMMANDS = """\
+  /reset          start over            /save FILE   write the chat as JSON
+  /undo           take back a turn      /load FILE   continue a saved chat
+  /regenerate     answer again          /stats       speed of the last answer, size of the chat
+  /help           this list             /quit        leave (also Ctrl-D)
+Ctrl-C stops an answer; what was said so far stays in the chat."""
+
+EPILOG = f"""\
+in the chat:
+{COMMANDS}
+
+Lines are read from standard input, so a chat can be scripted. Answers go to standard output.
+"""
+
+
+class Chat:
+    """A conversation and the row of the model that has read it.
+
+    Each turn renders the whole conversation anew and lets the session read what its cache does not hold:
+    that makes undo, regenerate and load need no bookkeeping of their own.
+    """
+
+    def __init__(self, lm: MedusaLM, params: SamplingParams, system: str | None = None) -> None:
+        """A chat without messages."""
+        self.lm, self.params, self.system = lm, params, system
+        self.messages: list[dict[str, str]] = []
+        self.session: Any = None
+        self.last: Completion | None = None
+        self.last_prefilled = 0  # tokens that the last turn had to read
+        self.attempt = 0  # how often the last question was answered again
+        self.interrupted = False
+
+    def ask(self, text: str) -> Iterator[str]:
+        """Answer a message, piece by piece (pieces may be empty). The chat keeps both."""
+        self.attempt = 0
+        yield from self._answer([*self.messages, {"role": "user", "content": text}])
+
+    def regenerate(self) -> Iterator[str]:
+        """Answer the last message again; with sampling, under the next seed."""
+        from medusa_jax import UserError
+
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            raise UserError("nothing to regenerate")
+        self.attempt += 1
+        yield from self._answer(self.messages[:-1])
+
+    def _answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        import dataclasses
+
+        from medusa_jax.generate import completion
+
+        seed = (self.params.seed + self.attempt) % 2**32
+        ids = self.lm.encode(messages, self.system)
+        job = self.lm.job(ids, dataclasses.replace(self.params, seed=seed))
+        if self.session is None:
+            self.lm.compile_for([job], streaming=True)
+            self.session = self.lm.session([job])
+        self.interrupted = False
+        stream = self.session.stream(job)
+        try:
+            for piece in stream:
+                yield piece
+                if self.interrupted:
+                    break
+        finally:
+            stream.close()
+            # Whatever ended the answer, the chat holds what was shown of it.
+            shown = "".join(job.pieces)
+            self.messages = [*messages, {"role": "assistant", "content": shown}]
+            self.last_prefilled = job.prefilled_tokens
+            job.finish_reason = job.finish_reason or "interrupted"
+            self.last = completion(messages, job)
+
+    def undo(self) -> None:
+        """Take back the last message and its answer."""
+        from medusa_jax import UserError
+
+        users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        if not users:
+            raise UserError("nothing to undo")
+        self.messages = self.messages[: users[-1]]
+
+    def reset(self) -> None:
+        """Forget all messages."""
+        self.messages, self.last = [], None
+
+    def save(self, path: Path) -> None:
+        """Write the chat as one line of JSON that `infer.generate --prompts` reads too."""
+        from medusa_jax import UserError
+
+        messages = self.messages
+        if self.system is not None:
+            messages = [{"role": "system", "content": self.system}, *messages]
+        temporary = path.with_name(path.name + ".partial")
+        try:
+            temporary.write_text(json.dumps({"messages": messages}, ensure_ascii=False) + "\n", encoding="utf-8")
+            os.replace(temporary, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+
+    def load(self, path: Path) -> None:
+        """Continue the chat in a file that `save` wrote."""
+        from medusa_jax import UserError
+        from medusa_jax.errors import read_json
+        from medusa_jax.generate import messages_of
+
+        raw = read_json(path).get("messages")
+        if not isinstance(raw, list):
+            raise UserError(f'{path}: expected {{"messages": [...]}}')
+        try:
+            messages = messages_of(raw, None)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+        system = messages[0]["content"] if messages[0]["role"] == "system" else None
+        messages = messages[1:] if system is not None else messages
+        roles = [message["role"] for message in messages]
+        if roles != ["user", "assistant"] * (len(roles) // 2):
+            raise UserError(f"{path}: expected user and assistant messages in turn, ending with an answer")
+        self.system, self.messages, self.last = system, messages, None
+
+    def statistics(self) -> str:
+        """The last answer's figures and the size of the chat."""
+        from infer.generate import closing_line
+
+        held = f"{len(self.messages)} messages"
+        if self.session is not None:
+            held += (
+                f", {self.session.cached} tokens in the cache of {self.session.slots}"
+                f" (context {self.lm.config.max_position_embeddings})"
+            )
+        if self.last is None:
+            return held
+        return f"last answer: {closing_line([self.last])}; {self.last_prefilled} prompt tokens read\nchat: {held}"
+
+
+def command(chat: Chat, line: str) -> bool:
+    """Carry out a /command. Returns False when the chat is to end. Raises UserError for a wrong one."""
+    from medusa_jax import UserError
+
+    name, _, rest = line.partition(" ")
+    rest = rest.strip()
+    if name in ("/save", "/load") and not rest:
+        raise UserError(f"{name}: expected a file name")
+    if name in ("/quit", "/exit"):
+        return False
+    if name == "/reset":
+        chat.reset()
+        cli.note("(a new chat)")
+    elif name == "/undo":
+        chat.undo()
+        cli.note(f"(taken back; {len(chat.messages)} messages left)")
+    elif name == "/regenerate":
+        show(chat, chat.regenerate())
+    elif name == "/save":
+        chat.save(Path(rest).expanduser())
+        cli.note(f"(saved to {rest})")
+    elif name == "/load":
+        chat.load(Path(rest).expanduser())
+        cli.note(f"(loaded {len(chat.messages)} messages)")
+    elif name == "/stats":
+        cli.note(chat.statistics())
+    elif name == "/help":
+        cli.note(COMMANDS)
+    else:
+        raise UserError(f"{name}: unknown command; /help lists them")
+    return True
+
+
+def show(chat: Chat, pieces: Iterator[str]) -> None:
+    """Print an answer as it comes. Ctrl-C stops it between two tokens, so that no state is torn."""
+
+    def interrupt(*_: Any) -> None:
+        chat.interrupted = True
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    started = False
+    try:
+        for piece in pieces:
+            print(piece, end="", flush=True)
+            started = True
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if started:
+            print(flush=True)
+    if chat.interrupted:
+        cli.note("(stopped)")
+    elif chat.last is not None and chat.last.finish_reason == "length":
+        cli.note("(cut at the limit of new tokens or of the context)")
+
+
+def read_line() -> str | None:
+    """The next line of input, None at its end. Ctrl-C at the prompt clears the line."""
+    while True:
+        try:
+            return input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            cli.note("\n(Ctrl-D or /quit leaves)")
+
+
+def make_parser() -> cli.Parser:
+    """The command's flags."""
+    made = cli.parser("infer.chat", "Talk with a language model.", EPILOG)
+    made.add_argument("--system", metavar="TEXT", help='system message; "" removes the template\'s own')
+    cli.add_sampling(made)
+    cli.add_medusa(made)
+    return made
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit status."""
+    made = make_parser()
+    args = made.parse_args(argv)
+    cli.refuse_medusa(made, args)
+    params = cli.sampling_params(args)
+
+    def expect(lm: MedusaLM) -> None:
+        """Compile for a short first question while the weights are read; a longer one compiles its own."""
+        lm.compile_for([lm.job(lm.encode("Hello!", args.system), params)], streaming=True)
+
+    lm = cli.load_model(args, expect)
+    cli.announce_defaults(lm, params)
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - gives input() its history and line editing
+        cli.note("Talk with the model; /help lists commands, Ctrl-D leaves.")
+    chat = Chat(lm, params, args.system)
+    from medusa_jax import UserError
+
+    while (line := read_line()) is not None:
+        if not line.strip():
+            continue
+        try:
+            if not line.startswith("/"):
+                show(chat, chat.ask(line))
+            elif not command(chat, line.strip()):
+                break
+        except UserError as error:  # a mistake in a chat does not end it
+            cli.note(f"error: {error}")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.main(run)
