@@ -112,7 +112,9 @@ class Chat:
             messages = [{"role": "system", "content": self.system}, *messages]
         temporary = path.with_name(path.name + ".partial")
         try:
-            temporary.write_text(json.dumps({"messages": messages}, ensure_ascii=False) + "\n", encoding="utf-8")
+            temporary.write_text(
+                json.dumps({"messages": messages}, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
             os.replace(temporary, path)
         except OSError as error:
             with contextlib.suppress(OSError):

@@ -116,9 +116,7 @@ def load_model(args: argparse.Namespace, expect: Callable[[MedusaLM], None]) -> 
 
     enable_compilation_cache(hub.cache_dir() / "xla")
     with progress_bar("reading weights") as progress:
-        return MedusaLM.load(
-            args.model, dtype=args.dtype, mesh=args.mesh, expect=expect, progress=progress
-        )
+        return MedusaLM.load(args.model, dtype=args.dtype, mesh=args.mesh, expect=expect, progress=progress)
 
 
 class progress_bar:  # noqa: N801 - used as a function

@@ -32,14 +32,20 @@ def make_parser() -> cli.Parser:
     """The command's flags."""
     made = cli.parser("infer.generate", "Complete prompts with a language model.", EPILOG)
     prompt = made.add_argument_group("prompt")
-    prompt.add_argument("--prompt", nargs="+", metavar="TEXT", help="one or more prompts; none: standard input")
+    prompt.add_argument(
+        "--prompt", nargs="+", metavar="TEXT", help="one or more prompts; none: standard input"
+    )
     prompt.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="a file of prompts, one a line")
     prompt.add_argument("--system", metavar="TEXT", help='system message; "" removes the template\'s own')
-    prompt.add_argument("--raw", action="store_true", help="continue the text as it is, without chat template")
+    prompt.add_argument(
+        "--raw", action="store_true", help="continue the text as it is, without chat template"
+    )
     cli.add_sampling(made)
     cli.add_medusa(made)
     output = made.add_argument_group("output")
-    output.add_argument("--batch-size", type=int, default=1, metavar="B", help="prompts decoded at a time (1)")
+    output.add_argument(
+        "--batch-size", type=int, default=1, metavar="B", help="prompts decoded at a time (1)"
+    )
     output.add_argument("--json", action="store_true", help="one JSON object a completion, in input order")
     return made
 

@@ -129,7 +129,9 @@ def attend(
         cached_scores = scores(cached[0], cached_mask)
         peak = jnp.maximum(peak, jnp.max(cached_scores, axis=-1, keepdims=True))
         fresh_weights, cached_weights = jnp.exp(fresh_scores - peak), jnp.exp(cached_scores - peak)
-        total = jnp.sum(fresh_weights, axis=-1, keepdims=True) + jnp.sum(cached_weights, axis=-1, keepdims=True)
+        total = jnp.sum(fresh_weights, axis=-1, keepdims=True) + jnp.sum(
+            cached_weights, axis=-1, keepdims=True
+        )
         mixed = mix(cached_weights / total, cached[1]) + mix(fresh_weights / total, fresh[1])
     return mixed.astype(query.dtype).reshape(B, K, G, T, h).transpose(0, 3, 1, 2, 4).reshape(B, T, H * h)
 
@@ -301,7 +303,8 @@ class CausalLM(nn.Module):
 def init(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> Params:
     """Random parameters of a model of this configuration."""
     module = CausalLM(config, jnp.dtype(dtype))
-    return module.init(key, jnp.zeros((1, 1), jnp.int32), method=CausalLM.everything)["params"]
+    variables = module.init(key, jnp.zeros((1, 1), jnp.int32), method=CausalLM.everything)
+    return dict(variables)["params"]
 
 
 def abstract_params(config: ModelConfig, dtype: jnp.dtype) -> Params:

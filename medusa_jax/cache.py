@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -62,7 +64,8 @@ def commit(cache: KVCache, fresh: tuple[KeyValue, ...], path: jax.Array | None, 
 def grow(cache: KVCache, slots: int) -> KVCache:
     """The same text in a cache of more slots."""
     pad = ((0, 0), (0, 0), (0, slots - cache.slots), (0, 0))
-    return cache.replace(
+    return dataclasses.replace(
+        cache,
         keys=tuple(jnp.pad(layer, pad) for layer in cache.keys),
         values=tuple(jnp.pad(layer, pad) for layer in cache.values),
     )

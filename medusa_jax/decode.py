@@ -86,8 +86,9 @@ class Request:
 
 def start(state: DecodeState, request: Request) -> DecodeState:
     """Give a one-row state a text to read; what its cache holds of it is kept."""
-    return state.replace(
-        cache=state.cache.replace(lengths=request.cached[None]),
+    return dataclasses.replace(
+        state,
+        cache=dataclasses.replace(state.cache, lengths=request.cached[None]),
         tokens=request.tokens[None],
         known=request.known[None],
         prompt=request.known[None],
@@ -105,7 +106,8 @@ def _emit(state: DecodeState, chosen: jax.Array, rows: jax.Array) -> DecodeState
     write = rows[:, None] & (slot == state.known[:, None])
     known = state.known + rows
     ended = jnp.any(chosen[:, None] == state.end_tokens, axis=-1) | (known >= state.limit)
-    return state.replace(
+    return dataclasses.replace(
+        state,
         tokens=jnp.where(write, chosen[:, None], state.tokens),
         known=known,
         active=jnp.where(rows, ~ended, state.active),
@@ -126,12 +128,10 @@ def prefill(
     counts = jnp.clip(state.known - lengths, 0, chunk)
     positions = lengths[:, None] + jnp.arange(chunk)[None]
     causal = jnp.tri(chunk, dtype=bool)
-    hidden, new = backbone.forward(
-        params, config, tokens, positions, causal, None if fresh else state.cache
-    )
+    hidden, new = backbone.forward(params, config, tokens, positions, causal, None if fresh else state.cache)
     last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)  # [B, 1, D]
     logits = backbone.unembed(params, config, last)
-    state = state.replace(cache=cache.commit(state.cache, new, None, counts))
+    state = dataclasses.replace(state, cache=cache.commit(state.cache, new, None, counts))
     chosen = sampling.choose(logits, state.known[:, None], state.sampling, state.tokens, state.known)
     done = (counts > 0) & (state.cache.lengths == state.known)
     state = _emit(state, chosen[:, 0], done)
@@ -142,16 +142,14 @@ def step(params: Params, state: DecodeState, config: ModelConfig) -> DecodeState
     """One forward over each active row's last token, and the choice of the next."""
     root = jnp.take_along_axis(state.tokens, state.cache.lengths[:, None], axis=1)
     relation = jnp.ones((1, 1), bool)
-    hidden, new = backbone.forward(
-        params, config, root, state.cache.lengths[:, None], relation, state.cache
-    )
+    hidden, new = backbone.forward(params, config, root, state.cache.lengths[:, None], relation, state.cache)
     logits = backbone.unembed(params, config, hidden)
     chosen = sampling.choose(logits, state.known[:, None], state.sampling, state.tokens, state.known)
     counts = state.active.astype(jnp.int32)
     # The accepted path is node 0. Written as a function of the choice it puts the cache's write after all
     # of its reads: without an order between them XLA:CPU copies the whole cache first.
     path = jnp.minimum(chosen, 0)
-    state = state.replace(cache=cache.commit(state.cache, new, path, counts))
+    state = dataclasses.replace(state, cache=cache.commit(state.cache, new, path, counts))
     return _emit(state, chosen[:, 0], state.active)
 
 
@@ -190,13 +188,13 @@ def insert(state: DecodeState, row: jax.Array, single: DecodeState) -> DecodeSta
 
 def stop_rows(state: DecodeState, keep: jax.Array) -> DecodeState:
     """End the rows whose `keep` [B] is false (the host found a stop string)."""
-    return state.replace(active=state.active & keep)
+    return dataclasses.replace(state, active=state.active & keep)
 
 
 def grow(state: DecodeState, *, slots: int) -> DecodeState:
     """The same state with more slots a row."""
     tokens = jnp.pad(state.tokens, ((0, 0), (0, slots - state.tokens.shape[1])))
-    return state.replace(cache=cache.grow(state.cache, slots), tokens=tokens)
+    return dataclasses.replace(state, cache=cache.grow(state.cache, slots), tokens=tokens)
 
 
 # ---------------------------------------------------------------------------------------------- sizes
@@ -294,7 +292,7 @@ class Programs:
 
     def run(
         self, batch: int, slots: int
-    ) -> Callable[[Params, DecodeState, np.ndarray, np.ndarray], tuple[DecodeState, Report]]:
+    ) -> Callable[[Params, DecodeState, np.int32, np.bool_], tuple[DecodeState, Report]]:
         """(params, state: donated, max_steps int32, stop_early bool) -> state, report."""
 
         def build() -> Any:
@@ -308,9 +306,7 @@ class Programs:
 
         return self._get(("run", batch, slots), build)
 
-    def insert(
-        self, batch: int, slots: int
-    ) -> Callable[[DecodeState, np.ndarray, DecodeState], DecodeState]:
+    def insert(self, batch: int, slots: int) -> Callable[[DecodeState, np.int32, DecodeState], DecodeState]:
         """(state: donated, row int32, state of one row) -> state."""
 
         def build() -> Any:

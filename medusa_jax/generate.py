@@ -12,14 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from medusa_jax import backbone, decode, sharding
+from medusa_jax import decode, sharding
 from medusa_jax.config import ModelConfig
 from medusa_jax.errors import UserError
 from medusa_jax.sampling import SamplingParams, model_defaults, resolve
 from medusa_jax.schedule import Job, Session, decode_batch
 from medusa_jax.text import TextStream
 from medusa_jax.weights import checkpoints
-from medusa_jax.weights.params import load_params
+from medusa_jax.weights.params import abstract_params, load_params
 
 # A prompt: a text (one user message, or the text to continue with `raw`), or chat messages.
 Prompt = str | Sequence[Mapping[str, str]]
@@ -105,7 +105,7 @@ class MedusaLM:
         checkpoint = checkpoints.open_model(model)
         dtype = parse_dtype(dtype)
         mesh = as_mesh(mesh)
-        shapes = backbone.abstract_params(checkpoint.config, dtype)
+        shapes = abstract_params(checkpoint.config, dtype)
         lm = cls(
             checkpoint.config, shapes, checkpoint.tokenizer(), checkpoint.generation_config(), dtype, mesh
         )
@@ -223,7 +223,9 @@ class MedusaLM:
             return []
         if batch_size is not None and batch_size < 1:
             raise UserError(f"batch_size is {batch_size}, expected an integer of at least 1")
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        each = (
+            [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        )
         if len(each) != len(prompts):
             raise UserError(f"{len(each)} sampling parameters for {len(prompts)} prompts, expected one each")
         jobs = []
@@ -330,7 +332,9 @@ def end_tokens(generation_config: Mapping[str, Any], tokenizer: Any) -> tuple[in
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         raise UserError(f"generation_config: eos_token_id is {value!r}, expected an id or a list of ids")
     if len(ids) > decode.MAX_END_TOKENS:
-        raise UserError(f"generation_config: {len(ids)} end tokens, at most {decode.MAX_END_TOKENS} supported")
+        raise UserError(
+            f"generation_config: {len(ids)} end tokens, at most {decode.MAX_END_TOKENS} supported"
+        )
     return tuple(ids)
 
 
@@ -342,7 +346,7 @@ def parse_dtype(dtype: Any) -> jnp.dtype:
         parsed = jnp.dtype(dtype)
     except TypeError:
         parsed = None
-    if parsed not in (jnp.float32, jnp.bfloat16):
+    if parsed is None or parsed not in (jnp.float32, jnp.bfloat16):
         raise UserError(f"dtype is {dtype!r}, expected float32 or bfloat16")
     return parsed
 

@@ -37,11 +37,12 @@ def _llama3(rope: RopeConfig, base: np.ndarray) -> np.ndarray:
 
 
 def _yarn(rope: RopeConfig, base: np.ndarray, head_dim: int) -> tuple[np.ndarray, float]:
-    assert rope.original_context is not None
+    original = rope.original_context
+    assert original is not None
 
     def dimension(turns: float) -> float:
         """The (fractional) dimension pair that turns `turns` times over the original context."""
-        wavelength = rope.original_context / (turns * 2 * math.pi)
+        wavelength = original / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)

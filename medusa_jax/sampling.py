@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.struct
@@ -43,6 +43,19 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+# Types, range (NaN is in none) and description of every field's values.
+_INTEGER, _NUMBER = (int,), (int, float)
+_CHECKS: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
+    "max_new_tokens": (_INTEGER, lambda x: x >= 1, "an integer of at least 1"),
+    "temperature": (_NUMBER, lambda x: 0 <= x < math.inf, "a finite number of at least 0"),
+    "top_k": (_INTEGER, lambda x: x >= 0, "an integer of at least 0 (0: off)"),
+    "top_p": (_NUMBER, lambda x: 0 < x <= 1, "a number above 0 and at most 1 (1: off)"),
+    "min_p": (_NUMBER, lambda x: 0 <= x <= 1, "a number from 0 to 1 (0: off)"),
+    "repetition_penalty": (_NUMBER, lambda x: 0 < x < math.inf, "a finite number above 0 (1: off)"),
+    "seed": (_INTEGER, lambda x: 0 <= x < 2**32, "an integer from 0 to 2**32 - 1"),
+}
+
+
 def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling defaults that a model's `generation_config.json` asks for.
 
@@ -69,26 +82,10 @@ def resolve(params: SamplingParams, defaults: Mapping[str, Any]) -> SamplingPara
     stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
     params = dataclasses.replace(params, stop=stop, **chosen)
 
-    def check(name: str, kind: type, good: bool, expected: str) -> None:
+    for name, (kinds, good, expected) in _CHECKS.items():
         value = getattr(params, name)
-        number = isinstance(value, kind) or (kind is float and isinstance(value, int))
-        if not number or isinstance(value, bool) or not math.isfinite(value) or not good:
+        if isinstance(value, bool) or not isinstance(value, kinds) or not good(value):
             raise UserError(f"{name} is {value!r}, expected {expected}")
-
-    def at_least(name: str, low: float) -> bool:
-        value = getattr(params, name)
-        return isinstance(value, (int, float)) and value >= low
-
-    check("max_new_tokens", int, at_least("max_new_tokens", 1), "an integer of at least 1")
-    check("temperature", float, at_least("temperature", 0), "a finite number of at least 0")
-    check("top_k", int, at_least("top_k", 0), "an integer of at least 0 (0: off)")
-    in_top_p = at_least("top_p", 0) and 0 < params.top_p <= 1  # type: ignore[operator]
-    check("top_p", float, in_top_p, "a number above 0 and at most 1 (1: off)")
-    in_min_p = at_least("min_p", 0) and params.min_p <= 1  # type: ignore[operator]
-    check("min_p", float, in_min_p, "a number from 0 to 1 (0: off)")
-    positive = at_least("repetition_penalty", 0) and params.repetition_penalty > 0  # type: ignore[operator]
-    check("repetition_penalty", float, positive, "a number above 0 (1: off)")
-    check("seed", int, at_least("seed", 0) and params.seed < 2**32, "an integer from 0 to 2**32 - 1")
     for text in stop:
         if not isinstance(text, str) or not text:
             raise UserError(f"stop holds {text!r}, expected non-empty strings")

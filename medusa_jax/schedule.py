@@ -131,6 +131,7 @@ class Session:
             self.state = self.programs.empty(1, self.slots)()
         state = self.programs.start(self.slots)(self.state, job.request(self.slots, reuse))
         chunk = decode.chunk_for(unread)
+        report: Any = None
         for at in range(reuse, len(job.prompt_ids), chunk):
             state, report = self.programs.prefill(self.slots, chunk, fresh=at == 0)(self.params, state)
         self.state = state
@@ -180,49 +181,48 @@ def decode_batch(
 ) -> Iterator[Job]:
     """Decode all jobs, up to `batch` at a time, yielding each when it is finished.
 
-    A row that ends is refilled from the queue at once; the other rows go on untouched.
+    A row that ends is refilled from the queue at once; the other rows go on untouched. A prompt is always
+    read from its beginning here: a result must not depend on its neighbours.
     """
     waiting = deque(jobs)
-    if batch > 1:
-        state = programs.empty(batch, slots)()
-        insert = programs.insert(batch, slots)
-    stop_rows = programs.stop_rows(batch, slots)
-    run = programs.run(batch, slots)
-    # A prompt is always read from its beginning here: a result must not depend on its neighbours.
-    single = Session(programs, params, slots)
+    reader = Session(programs, params, slots)  # prompts are read one at a time, then put into their row
+    state = programs.empty(batch, slots)() if batch > 1 else None
     rows: list[Job | None] = [None] * batch
-    report: Report | None = None
-    while waiting or any(rows):
+    while True:
         for row in range(batch):
             while waiting and rows[row] is None:
                 job = waiting.popleft()
-                single.text, single.cached = [], 0
-                job.take(single.prefill(job), 0)
+                reader.text, reader.cached = [], 0
+                job.take(reader.prefill(job), 0)
                 if job.finish_reason is not None:  # its first token was its last
                     yield job
                     continue
                 rows[row] = job
-                assert single.state is not None
-                state = insert(state, np.int32(row), single.state) if batch > 1 else single.state
-        live = [job for job in rows if job is not None]
-        if not live:
-            break
-        most = STOP_STRING_STEPS if any(job.params.stop for job in live) else UNBOUNDED
+                assert reader.state is not None
+                if state is None or batch == 1:
+                    state = reader.state
+                else:
+                    state = programs.insert(batch, slots)(state, np.int32(row), reader.state)
+        live = {row: job for row, job in enumerate(rows) if job is not None}
+        if not live or state is None:
+            return
+        most = STOP_STRING_STEPS if any(job.params.stop for job in live.values()) else UNBOUNDED
+        run = programs.run(batch, slots)
         began = time.perf_counter()
         state, report = run(params, state, np.int32(most), np.bool_(bool(waiting)))
         report = jax.device_get(report)
         elapsed = time.perf_counter() - began
         keep = np.ones((batch,), bool)
-        for row, job in enumerate(rows):
-            if job is None:
-                continue
+        for row, job in live.items():
             job.decode_seconds += elapsed
             job.take(report, row)
             if job.finish_reason is not None:
-                keep[row] = not bool(report.active[row])
+                keep[row] = not bool(
+                    report.active[row]
+                )  # a stop string ended it, which the device cannot see
                 rows[row] = None
                 yield job
         if not keep.all():
-            state = stop_rows(state, keep)
+            state = programs.stop_rows(batch, slots)(state, keep)
         if batch == 1:
-            single.state = state
+            reader.state = state

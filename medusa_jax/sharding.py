@@ -41,7 +41,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 
 def parse_mesh(text: str) -> dict[str, int]:
     """Read `data=2,tensor=4`. Raises UserError for an unknown axis or a size that is no positive integer."""
-    sizes = dict.fromkeys(AXES, 1)
+    sizes: dict[str, int] = {axis: 1 for axis in AXES}  # noqa: C420 - keys are str, not these literals
     seen = set()
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
@@ -86,12 +86,13 @@ def spec_for(path: str, shape: tuple[int, ...], config: ModelConfig, mesh: Mesh)
         raise ValueError(f"sharding: {len(matches)} rules match the parameter path {path!r}, expected one")
     axes = [heads_axis(config, mesh) if axis == "heads" else axis for axis in matches[0]]
     if len(axes) != len(shape):
-        raise ValueError(f"sharding: the rule for {path!r} has {len(axes)} dimensions, the array {len(shape)}")
+        raise ValueError(
+            f"sharding: the rule for {path!r} has {len(axes)} dimensions, the array {len(shape)}"
+        )
     for size, axis in zip(shape, axes, strict=True):
         if axis and size % mesh.shape[axis]:
-            raise UserError(
-                f"mesh: {axis}={mesh.shape[axis]} does not divide {path.replace('/', '.')} of shape {list(shape)}"
-            )
+            name = path.replace("/", ".")
+            raise UserError(f"mesh: {axis}={mesh.shape[axis]} does not divide {name} of shape {list(shape)}")
     return PartitionSpec(*axes)
 
 

@@ -54,7 +54,7 @@ def read_tokenizer(folder: Path) -> Any:
         raise UserError(f"{folder}: no tokenizer (expected tokenizer.json or tokenizer.model)")
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 - the tokenizers library raises plain Exception for bad files
+    except Exception as error:  # the tokenizers library raises plain Exception for bad files
         raise UserError(f"{folder}: the tokenizer cannot be read ({error})") from error
 
 

@@ -8,13 +8,15 @@ other ids without any error.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
 from medusa_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -125,6 +127,8 @@ def build_tokenizer(
     if add_eos and "eos" not in ids:
         raise UserError("the tokenizer adds an eos token, but tokenizer.ggml.eos_token_id is missing")
     names = {f"{kind}_token": tokens[ids[kind]] for kind in ("bos", "eos", "unk", "pad") if kind in ids}
+    from transformers import PreTrainedTokenizerFast  # only here: it takes a while to import
+
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         **names,

@@ -113,6 +113,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def abstract_params(config: ModelConfig, dtype: Any) -> Params:
+    """Shapes and types of all parameters, as a nested dict of ShapeDtypeStructs; nothing is traced."""
+    shapes = expected_shapes(config)
+    return unflatten({name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()})
+
+
 def load_params(
     source: TensorSource,
     config: ModelConfig,
