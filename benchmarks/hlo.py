@@ -25,7 +25,6 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\](?:\{([^}]*)\})?")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{\s*$")
-_COMMENT = re.compile(r"/\*.*?\*/")
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 TINY = 4096  # bytes: below it a collective's price is its latency
@@ -196,7 +195,7 @@ def parse(text: str) -> Module:
             found = _INSTRUCTION.match(line)
             if found:
                 root, name, body = found.groups()
-                current[name] = _instruction(name, _COMMENT.sub("", body), bool(root))
+                current[name] = _instruction(name, body, bool(root))
     if entry is None:
         raise ValueError("hlo: no ENTRY computation in the text")
     return Module(computations, entry)
@@ -350,7 +349,7 @@ class _Counter:
                         total += self.used_from((*path, inner), (*callers, user), parameter)
             else:
                 return full
-        return min(full, total)
+        return total
 
     def in_place(self, where: str, update: Instruction) -> bool:
         """Whether a fused dynamic-update-slice can share the buffer: a parameter in, the result out."""
@@ -409,7 +408,7 @@ class _Counter:
         return int(x.inner) if x.opcode == "constant" and x.inner.lstrip("-").isdigit() else None
 
     def collectives(self, where: str, x: Instruction) -> Iterator[tuple[str, float]]:
-        """Kind and bytes of the collectives of an instruction, also inside its fused or called computation."""
+        """Kind and bytes of an instruction's collectives, also inside its fused or called computation."""
         kind = x.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
             moved = sum(array.size for arrays in self.operand_arrays(where, x) for array in arrays)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -68,13 +67,13 @@ class Chat:
 
         from medusa_jax.generate import completion
 
+        self.interrupted = False
         seed = (self.params.seed + self.attempt) % 2**32
         ids = self.lm.encode(messages, self.system)
         job = self.lm.job(ids, dataclasses.replace(self.params, seed=seed))
         if self.session is None:
             self.lm.compile_for([job], streaming=True)
             self.session = self.lm.session([job])
-        self.interrupted = False
         stream = self.session.stream(job)
         try:
             for piece in stream:
@@ -97,11 +96,11 @@ class Chat:
         users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         if not users:
             raise UserError("nothing to undo")
-        self.messages = self.messages[: users[-1]]
+        self.messages, self.attempt = self.messages[: users[-1]], 0
 
     def reset(self) -> None:
         """Forget all messages."""
-        self.messages, self.last = [], None
+        self.messages, self.last, self.attempt = [], None, 0
 
     def save(self, path: Path) -> None:
         """Write the chat as one line of JSON that `infer.generate --prompts` reads too."""
@@ -115,7 +114,7 @@ class Chat:
             temporary.write_text(
                 json.dumps({"messages": messages}, ensure_ascii=False) + "\n", encoding="utf-8"
             )
-            os.replace(temporary, path)
+            temporary.replace(path)
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -131,15 +130,17 @@ class Chat:
         if not isinstance(raw, list):
             raise UserError(f'{path}: expected {{"messages": [...]}}')
         try:
-            messages = messages_of(raw, None)
+            messages = messages_of(raw, None) if raw else []
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
-        system = messages[0]["content"] if messages[0]["role"] == "system" else None
+        for number, message in enumerate(messages, 1):
+            cli.check_text(message["role"] + message["content"], f"{path}: message {number}")
+        system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
         messages = messages[1:] if system is not None else messages
         roles = [message["role"] for message in messages]
         if roles != ["user", "assistant"] * (len(roles) // 2):
             raise UserError(f"{path}: expected user and assistant messages in turn, ending with an answer")
-        self.system, self.messages, self.last = system, messages, None
+        self.system, self.messages, self.last, self.attempt = system, messages, None, 0
 
     def statistics(self) -> str:
         """The last answer's figures and the size of the chat."""
@@ -153,7 +154,8 @@ class Chat:
             )
         if self.last is None:
             return held
-        return f"last answer: {closing_line([self.last])}; {self.last_prefilled} prompt tokens read\nchat: {held}"
+        read = f"{self.last_prefilled} prompt tokens read"
+        return f"last answer: {closing_line([self.last])}; {read}\nchat: {held}"
 
 
 def command(chat: Chat, line: str) -> bool:
@@ -218,6 +220,10 @@ def read_line() -> str | None:
             return input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return None
+        except UnicodeDecodeError as error:
+            from medusa_jax import UserError
+
+            raise UserError(f"standard input is not UTF-8 ({error})") from None
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
@@ -257,6 +263,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         if not line.strip():
             continue
         try:
+            cli.check_text(line, "the message")
             if not line.startswith("/"):
                 show(chat, chat.ask(line))
             elif not command(chat, line.strip()):

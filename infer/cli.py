@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -72,7 +73,14 @@ def add_sampling(made: Parser) -> None:
         "--repetition-penalty", type=float, metavar="X", help="above 1 discourages repeating the text (1)"
     )
     group.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (0)")
-    group.add_argument("--stop", nargs="+", default=[], metavar="TEXT", help="end the answer at any of these")
+    group.add_argument(
+        "--stop",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="TEXT",
+        help="end the answer at any of these",
+    )
 
 
 def add_medusa(made: Parser) -> None:
@@ -100,23 +108,42 @@ def refuse_medusa(made: Parser, args: argparse.Namespace) -> None:
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """The sampling parameters that the flags name."""
+    """The sampling parameters that the flags name, checked before anything slow is done."""
     from medusa_jax import SamplingParams
+    from medusa_jax.sampling import resolve
 
     names = [field.name for field in dataclasses.fields(SamplingParams)]
-    values = {name: getattr(args, name) for name in names}
-    return SamplingParams(**(values | {"stop": tuple(args.stop)}))
+    values: dict[str, Any] = {name: getattr(args, name) for name in names}
+    values["stop"] = tuple(args.stop)
+    params = SamplingParams(**values)
+    resolve(params, {})
+    for text in params.stop:
+        check_text(text, "--stop")
+    if args.system is not None:
+        check_text(args.system, "--system")
+    return params
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuse text that no tokenizer takes: bytes that were not UTF-8, or half of a surrogate pair."""
+    from medusa_jax import UserError
+
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: not valid Unicode at character {error.start + 1}") from None
 
 
 def load_model(args: argparse.Namespace, expect: Callable[[MedusaLM], None]) -> MedusaLM:
     """Load the model that the flags name, compiling meanwhile, with a progress bar on a terminal."""
     from medusa_jax import MedusaLM
-    from medusa_jax.generate import enable_compilation_cache
+    from medusa_jax.generate import as_mesh, enable_compilation_cache
     from medusa_jax.weights import hub
 
+    mesh = as_mesh(args.mesh)  # before anything is fetched
     enable_compilation_cache(hub.cache_dir() / "xla")
     with progress_bar("reading weights") as progress:
-        return MedusaLM.load(args.model, dtype=args.dtype, mesh=args.mesh, expect=expect, progress=progress)
+        return MedusaLM.load(args.model, dtype=args.dtype, mesh=mesh, expect=expect, progress=progress)
 
 
 class progress_bar:  # noqa: N801 - used as a function
@@ -162,13 +189,20 @@ def main(program: Callable[[Sequence[str] | None], int]) -> NoReturn:
     # Imported libraries chatter about torch being absent and about tokenizer forks; neither concerns a user.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A file or a pipe gets UTF-8 whatever the locale; a terminal shows what it can.
+        if sys.stdout.isatty():
+            sys.stdout.reconfigure(errors="replace")
+        else:
+            sys.stdout.reconfigure(encoding="utf-8")
     status = _status(program)
     # The interpreter's own shutdown would wait for threads that may still be compiling.
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        status = status or 1
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:  # closed by whoever started us
+                stream.flush()
+        except OSError:  # the reader has gone
+            status = status or 1
     os._exit(status)
 
 
@@ -182,7 +216,7 @@ def _status(program: Callable[[Sequence[str] | None], int]) -> int:
         return 1
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 1
-    except Exception as error:  # noqa: BLE001 - the last line of defence decides the exit status
+    except Exception as error:  # the last line of defence decides the exit status
         from medusa_jax.errors import UserError
 
         if isinstance(error, UserError):

@@ -33,7 +33,11 @@ def make_parser() -> cli.Parser:
     made = cli.parser("infer.generate", "Complete prompts with a language model.", EPILOG)
     prompt = made.add_argument_group("prompt")
     prompt.add_argument(
-        "--prompt", nargs="+", metavar="TEXT", help="one or more prompts; none: standard input"
+        "--prompt",
+        nargs="+",
+        action="extend",
+        metavar="TEXT",
+        help="one or more prompts; none: standard input",
     )
     prompt.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="a file of prompts, one a line")
     prompt.add_argument("--system", metavar="TEXT", help='system message; "" removes the template\'s own')
@@ -57,6 +61,8 @@ def read_prompts(args: argparse.Namespace, made: cli.Parser) -> list[Prompt]:
     if args.prompts:
         return read_prompt_file(args.prompts)
     if args.prompt:
+        for number, text in enumerate(args.prompt, 1):
+            cli.check_text(text, f"--prompt, text {number}")
         return args.prompt
     if sys.stdin is None or sys.stdin.isatty():
         made.error("no prompt: give --prompt, --prompts or standard input")
@@ -67,6 +73,7 @@ def read_prompts(args: argparse.Namespace, made: cli.Parser) -> list[Prompt]:
     text = text.removesuffix("\n")
     if not text.strip():
         made.error("no prompt: standard input is empty")
+    cli.check_text(text, "standard input")
     return [text]
 
 
@@ -75,7 +82,8 @@ def read_prompt_file(path: Path) -> list[Prompt]:
     from medusa_jax.errors import UserError
 
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: a JSON text may hold other line separators, such as U+2028, as they are.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise UserError(f"--prompts {path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
@@ -87,7 +95,7 @@ def read_prompt_file(path: Path) -> list[Prompt]:
         where = f"--prompts {path}, line {number}"
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{where}: not valid JSON ({error})") from None
         prompts.append(_prompt_of(record, where))
     if not prompts:
@@ -101,12 +109,16 @@ def _prompt_of(record: Any, where: str) -> Prompt:
 
     if isinstance(record, dict) and ("prompt" in record) != ("messages" in record):
         if isinstance(record.get("prompt"), str):
+            cli.check_text(record["prompt"], where)
             return record["prompt"]
         if isinstance(record.get("messages"), list):
             try:
-                return messages_of(record["messages"], None)
+                messages = messages_of(record["messages"], None)
             except UserError as error:
                 raise UserError(f"{where}: {error}") from None
+            for message in messages:
+                cli.check_text(message["role"] + message["content"], where)
+            return messages
     raise UserError(f'{where}: expected {{"prompt": text}} or {{"messages": [...]}}')
 
 
@@ -118,12 +130,18 @@ def run(argv: Sequence[str] | None = None) -> int:
     if args.batch_size < 1:
         made.error(f"--batch-size is {args.batch_size}, expected at least 1")
     prompts = read_prompts(args, made)
+    from medusa_jax import UserError
+
     params = cli.sampling_params(args)
     streaming = args.batch_size == 1 and not args.json
     jobs = []
 
     def expect(lm: MedusaLM) -> None:
-        jobs.extend(lm.job(lm.encode(prompt, args.system, args.raw), params) for prompt in prompts)
+        for number, prompt in enumerate(prompts, 1):
+            try:
+                jobs.append(lm.job(lm.encode(prompt, args.system, args.raw), params))
+            except UserError as error:
+                raise UserError(f"prompt {number}: {error}" if len(prompts) > 1 else str(error)) from None
         # A stream sizes its programs by its own prompt, a batch by all of them.
         lm.compile_for(jobs[:1] if streaming else jobs, args.batch_size, streaming=streaming)
 
@@ -180,9 +198,10 @@ def closing_line(done: Sequence[Completion]) -> str:
     steps = sum(one.stats.steps for one in done)
     if len(done) == 1:
         s = done[0].stats
+        seconds, speed = s.prefill_seconds + s.decode_seconds, f"{s.tokens_per_second:.1f} tokens/s"
         return (
-            f"{new} tokens in {s.prefill_seconds + s.decode_seconds:.2f} s ({s.tokens_per_second:.1f} tokens/s; "
-            f"prefill {s.prefill_seconds:.2f} s), {s.tokens_per_step:.2f} tokens/step, {done[0].finish_reason}"
+            f"{new} tokens in {seconds:.2f} s ({speed}; prefill {s.prefill_seconds:.2f} s), "
+            f"{s.tokens_per_step:.2f} tokens/step, {done[0].finish_reason}"
         )
     return f"{len(done)} completions, {new} tokens, {new / steps if steps else 0:.2f} tokens/step"
 

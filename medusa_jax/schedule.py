@@ -77,6 +77,8 @@ class Job:
             piece = self.text_stream.push(token)
             added += piece
             if self.text_stream.stopped:  # the token that completes a stop string is not part of the answer
+                # Steps past the stop string are discarded with their tokens; a plain step gives one token.
+                self.steps = len(self.token_ids)
                 return self._finish("stop", added)
             self.token_ids.append(token)
         self.steps = steps
@@ -89,8 +91,6 @@ class Job:
 
     def _finish(self, reason: str, added: str) -> str:
         self.finish_reason = reason
-        # Steps overrun past a stop string are discarded with their tokens: plain steps give one token each.
-        self.steps = min(self.steps or len(self.token_ids), len(self.token_ids))
         self.pieces.append(added)
         return added
 

@@ -1,6 +1,7 @@
 """Eight CPU devices for the sharded paths, and the hidden costs of JAX turned into errors."""
 
 import os
+import pathlib
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -8,3 +9,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Workers and later runs share what they compile; programs are looked up by their content.
+jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parent.parent / ".pytest_cache/xla"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -8,6 +8,7 @@ Weights are scaled so that logits lie far apart: greedy answers do not hang on r
 """
 
 import functools
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from medusa_jax import MedusaLM, backbone
 from medusa_jax.config import ModelConfig
 from medusa_jax.weights import hf
 
+ROOT = Path(__file__).resolve().parents[1]  # where commands run
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 SYSTEM = "You are tiny."  # the template's own system message
 SENTENCES = (
@@ -82,9 +84,15 @@ def config(**overrides: Any) -> ModelConfig:
 
 
 def params(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float32) -> dict[str, Any]:
-    """Random parameters whose logits have a standard deviation of a few units."""
+    """Random parameters whose logits differ by several units; they favour tokens that are readable text."""
     made = backbone.init(config, jax.random.key(seed), jnp.dtype(jnp.float32))
-    return jax.tree.map(lambda leaf: (leaf * 20 if leaf.ndim == 2 else leaf).astype(dtype), made)
+    made = jax.tree.map(lambda leaf: leaf * 20 if leaf.ndim == 2 else leaf, made)
+    texts = [tokenizer().decode([i]) for i in range(config.vocab_size)]
+    readable = [text.isascii() and text.isprintable() and text != "" for text in texts]
+    readable[2] = True  # the end token
+    table = made["model"]["embed_tokens"] if config.tie_word_embeddings else made["lm_head"]
+    table["weight"] = table["weight"] * jnp.where(jnp.array(readable), 1.0, 0.1)[:, None]
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), made)
 
 
 @functools.cache
@@ -111,3 +119,7 @@ def write_folder(path: Path, lm: MedusaLM, generation_config: Mapping[str, Any] 
     return path
 
 
+def environment() -> dict[str, str]:
+    """The environment of a command that a test runs: one device, and the compiled programs of the suite."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PYTHONWARNINGS")}
+    return kept | {"MEDUSA_JAX_CACHE": str(ROOT / ".pytest_cache"), "JAX_PLATFORMS": "cpu"}

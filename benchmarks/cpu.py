@@ -1,0 +1,255 @@
+"""Speed of the default model on this machine: steps, plain decoding, batches, sampling, start-up.
+
+    python benchmarks/cpu.py                 what this project alone can measure
+    python benchmarks/cpu.py --peer          also transformers' torch generate, same weights (extra: torch)
+    python benchmarks/cpu.py --check         exit with status 1 when a limit is passed
+
+Every claim is a ratio of two sides measured in one run, alternated, each by its median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from medusa_jax import MedusaLM, SamplingParams, backbone, cache
+from medusa_jax.weights import hub
+
+PROMPT = "Explain in a few sentences how a bicycle stays upright when it moves."
+NEW_TOKENS = 128
+WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64)
+
+Work = Callable[[], Any]
+
+
+def alternate(sides: dict[str, Work], rounds: int) -> dict[str, float]:
+    """Median seconds of each side; one untimed round, then the sides take turns."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds + 1):
+        for name, work in sides.items():
+            began = time.perf_counter()
+            work()
+            if number:
+                times[name].append(time.perf_counter() - began)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def bench_steps(lm: MedusaLM, rounds: int) -> dict[int, float]:
+    """Median seconds of one forward with logits over T tokens, 100 tokens of 256 slots in the cache."""
+    shape = cache.allocate(lm.config, 1, 256, jnp.dtype(jnp.float32))
+    held = cache.KVCache(shape.keys, shape.values, jnp.array([100], jnp.int32))
+
+    @jax.jit
+    def forward(params: Any, tokens: jax.Array, held: cache.KVCache) -> jax.Array:
+        T = tokens.shape[1]
+        positions = held.lengths[:, None] + jnp.arange(T)[None]
+        hidden, _ = backbone.forward(params, lm.config, tokens, positions, jnp.tri(T, dtype=bool), held)
+        return jnp.argmax(backbone.unembed(params, lm.config, hidden), axis=-1)
+
+    def once(T: int) -> Work:
+        tokens = jnp.arange(T)[None] + 100
+        return lambda: forward(lm.params, tokens, held).block_until_ready()
+
+    sides = {str(T): once(T) for T in WIDTHS}
+    return {int(name): seconds for name, seconds in alternate(sides, rounds).items()}
+
+
+def bench_batch(lm: MedusaLM, rounds: int, steps: int = 24) -> dict[str, float]:
+    """Tokens per second of 1 and of 64 rows, prompts of 64 tokens, 256 slots; and a sampled single row."""
+
+    def side(batch: int, temperature: float, top_p: float) -> Work:
+        run = lm.programs.run(batch, 256)
+        state = lm.programs.empty(batch, 256)()
+        tokens = np.random.default_rng(0).integers(100, 40000, (batch, 256))
+        sampling = dataclasses.replace(
+            state.sampling,
+            temperature=jnp.full((batch,), temperature, jnp.float32),
+            top_p=jnp.full((batch,), top_p, jnp.float32),
+            seed=jnp.arange(batch, dtype=jnp.uint32),
+        )
+        state = dataclasses.replace(
+            state,
+            tokens=jnp.asarray(tokens, jnp.int32),
+            limit=jnp.full((batch,), 255, jnp.int32),
+            sampling=sampling,
+        )
+        kept = [state]
+
+        def work() -> None:
+            # Back to the prompt's end: what lies in the cache behind a length is garbage by definition.
+            state = dataclasses.replace(
+                kept[0],
+                cache=dataclasses.replace(kept[0].cache, lengths=jnp.full((batch,), 64, jnp.int32)),
+                known=jnp.full((batch,), 65, jnp.int32),
+                active=jnp.ones((batch,), bool),
+            )
+            kept[0], report = run(lm.params, state, np.int32(steps), np.bool_(False))
+            report.known.block_until_ready()
+
+        return work
+
+    sides = {"1": side(1, 0.0, 1.0), "64": side(64, 0.0, 1.0), "sampled": side(1, 0.7, 0.9)}
+    seconds = alternate(sides, rounds)
+    return {
+        "one_row": steps / seconds["1"],
+        "batch_64": 64 * steps / seconds["64"],
+        "sampling_overhead": seconds["sampled"] / seconds["1"] - 1,
+    }
+
+
+def bench_generate(lm: MedusaLM, rounds: int, peer: bool) -> dict[str, float]:
+    """Tokens per second of a whole answer of 128 tokens, prefill included; beside torch when asked."""
+    params = SamplingParams(max_new_tokens=NEW_TOKENS)
+    ids = lm.encode(PROMPT)
+    jobs = [lm.job(ids, params)]
+    lm.compile_for(jobs)
+    ours: list[int] = []
+
+    def generate() -> None:
+        ours[:] = lm.generate([PROMPT], params)[0].token_ids
+
+    sides: dict[str, Work] = {"medusa_jax": generate}
+    if peer:
+        sides["transformers"], theirs = _torch_side(lm, ids)
+    seconds = alternate(sides, rounds)
+    if peer and ours != theirs:
+        raise SystemExit("the two sides gave different tokens: the comparison would mean nothing")
+    return {name: len(ours) / value for name, value in seconds.items()}
+
+
+def _torch_side(lm: MedusaLM, ids: Sequence[int]) -> tuple[Work, list[int]]:
+    """transformers' own greedy generate over the same float32 weights, and where its ids appear."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from medusa_jax.weights import hf
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        hf.save_pretrained(path, lm.params, lm.config)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    prompt = torch.tensor([list(ids)])
+    found: list[int] = []
+
+    def generate() -> None:
+        with torch.inference_mode():
+            out = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,
+                max_new_tokens=NEW_TOKENS,
+                eos_token_id=list(lm.end_tokens),
+                pad_token_id=lm.end_tokens[0],
+            )
+        found[:] = out[0, len(ids) :].tolist()
+
+    return generate, found
+
+
+def bench_start() -> dict[str, float]:
+    """Seconds from process start to the first streamed character, with an empty and a warm program cache."""
+
+    def first_character(folder: str) -> float:
+        command = [sys.executable, "-m", "infer.generate", "--prompt", PROMPT, "--max-new-tokens", "8"]
+        began = time.perf_counter()
+        environment = os.environ | {"MEDUSA_JAX_CACHE": folder}
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+        ) as process:
+            assert process.stdout is not None
+            if not process.stdout.read(1):
+                raise SystemExit("infer.generate printed nothing")
+            seconds = time.perf_counter() - began
+            process.stdout.read()
+        return seconds
+
+    with tempfile.TemporaryDirectory() as folder:
+        # The model itself is there already: fetching it is the network's speed, not ours.
+        models = Path(folder) / "models"
+        models.symlink_to(hub.default_model().parent, target_is_directory=True)
+        cold = first_character(folder)
+        return {"cold": cold, "warm": statistics.median(first_character(folder) for _ in range(3))}
+
+
+def report(results: dict[str, Any]) -> list[tuple[str, float, str, bool | None]]:
+    """Rows (what, value, limit, met or None) of everything measured."""
+    rows: list[tuple[str, float, str, bool | None]] = []
+
+    def add(what: str, value: float, limit: float | None = None, *, most: bool = False) -> None:
+        met = None if limit is None else (value <= limit if most else value >= limit)
+        rows.append((what, value, "" if limit is None else f"{'<=' if most else '>='} {limit:g}", met))
+
+    limits = {8: 1.5, 16: 2.3}
+    steps = results["steps"]
+    for T in WIDTHS:
+        add(f"forward over {T} tokens, ms", steps[T] * 1e3)
+        if T > 1:
+            add(f"  times one over 1 token (T={T})", steps[T] / steps[1], limits.get(T), most=True)
+    add("plain decoding, one row, tokens/s", results["batch"]["one_row"])
+    add("plain decoding, 64 rows, tokens/s", results["batch"]["batch_64"])
+    add("  64 rows over one row", results["batch"]["batch_64"] / results["batch"]["one_row"], 5)
+    add("sampling (T 0.7, top-p 0.9) over greedy", results["batch"]["sampling_overhead"], 0.15, most=True)
+    add("an answer of 128 tokens, tokens/s", results["generate"]["medusa_jax"])
+    if "transformers" in results["generate"]:
+        add("  transformers' torch generate, tokens/s", results["generate"]["transformers"])
+        ratio = results["generate"]["medusa_jax"] / results["generate"]["transformers"]
+        add("  ours over transformers", ratio, 1.5)
+    add("first character, cold program cache, s", results["start"]["cold"], 20, most=True)
+    add("first character, warm program cache, s", results["start"]["warm"], 8, most=True)
+    return rows
+
+
+def main() -> int:
+    """Measure, print a table, and compare with the limits."""
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("--rounds", type=int, default=9, help="timed rounds of each side (9)")
+    arguments.add_argument("--peer", action="store_true", help="compare with transformers (needs torch)")
+    arguments.add_argument("--check", action="store_true", help="status 1 when a limit is passed")
+    arguments.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    args = arguments.parse_args()
+    lm = MedusaLM.load(dtype="float32")
+    results: dict[str, Any] = {
+        "start": bench_start(),
+        "steps": bench_steps(lm, args.rounds),
+        "batch": bench_batch(lm, args.rounds),
+        "generate": bench_generate(lm, max(3, args.rounds // 2), args.peer),
+    }
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "transformers")}
+    if args.peer:
+        versions["torch"] = importlib.metadata.version("torch")
+    setting = {"python": platform.python_version(), "cpus": os.cpu_count(), **versions}
+    rows = report(results)
+    table = Table(title="default model, float32: " + ", ".join(f"{k} {v}" for k, v in setting.items()))
+    for name in ("", "value", "limit", "met"):
+        table.add_column(name, justify="left" if not name else "right")
+    for what, value, limit, met in rows:
+        table.add_row(what, f"{value:.2f}", limit, "" if met is None else "yes" if met else "NO")
+    Console().print(table)
+    if args.json:
+        args.json.write_text(json.dumps({"setting": setting, "results": results}, indent=2) + "\n")
+    return int(args.check and any(met is False for *_, met in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
