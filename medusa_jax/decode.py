@@ -132,7 +132,11 @@ def prefill(
     last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)  # [B, 1, D]
     logits = backbone.unembed(params, config, last)
     state = dataclasses.replace(state, cache=cache.commit(state.cache, new, None, counts))
-    chosen = sampling.choose(logits, state.known[:, None], state.sampling, state.tokens, state.known)
+
+    def seen() -> jax.Array:
+        return sampling.history_mask(state.tokens, state.known, config.vocab_size)[:, None]
+
+    chosen = sampling.choose(logits, state.known[:, None], state.sampling, seen)
     done = (counts > 0) & (state.cache.lengths == state.known)
     state = _emit(state, chosen[:, 0], done)
     return state, report(state)
@@ -142,9 +146,15 @@ def step(params: Params, state: DecodeState, config: ModelConfig) -> DecodeState
     """One forward over each active row's last token, and the choice of the next."""
     root = jnp.take_along_axis(state.tokens, state.cache.lengths[:, None], axis=1)
     relation = jnp.ones((1, 1), bool)
-    hidden, new = backbone.forward(params, config, root, state.cache.lengths[:, None], relation, state.cache)
+    lengths = state.cache.lengths
+    hidden, new = backbone.forward(params, config, root, lengths[:, None], relation, state.cache)
     logits = backbone.unembed(params, config, hidden)
-    chosen = sampling.choose(logits, state.known[:, None], state.sampling, state.tokens, state.known)
+
+    def seen() -> jax.Array:
+        text = sampling.history_mask(state.tokens, lengths, config.vocab_size)
+        return sampling.node_history(text, root, relation)
+
+    chosen = sampling.choose(logits, state.known[:, None], state.sampling, seen)
     counts = state.active.astype(jnp.int32)
     # The accepted path is node 0. Written as a function of the choice it puts the cache's write after all
     # of its reads: without an order between them XLA:CPU copies the whole cache first.

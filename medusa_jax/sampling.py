@@ -196,13 +196,27 @@ def history_mask(tokens: jax.Array, known: jax.Array, vocab_size: int) -> jax.Ar
     return jax.vmap(lambda row, at: row.at[at].set(True, mode="drop"))(empty, targets)
 
 
+def node_history(text: jax.Array, nodes: jax.Array, ancestors: jax.Array) -> jax.Array:
+    """[B, N, V] bool: the tokens of each node's own text.
+
+    text [B, V]: the tokens before the nodes; nodes [B, N]: theirs; ancestors [N, N] bool: whether node j
+    is node i or above it.
+    """
+    B, N = nodes.shape
+    V = text.shape[1]
+    # One write for each pair of a node and an ancestor; the other pairs go outside the table and are dropped.
+    targets = jnp.where(ancestors[None], nodes[:, None, :], V)  # [B, N, N]
+    table = jnp.broadcast_to(text[:, None], (B, N, V))
+    return jax.vmap(jax.vmap(lambda row, at: row.at[at].set(True, mode="drop")))(table, targets)
+
+
 def choose(
-    logits: jax.Array, positions: jax.Array, rows: RowSampling, tokens: jax.Array, known: jax.Array
+    logits: jax.Array, positions: jax.Array, rows: RowSampling, seen: Callable[[], jax.Array]
 ) -> jax.Array:
     """The model's choice [B, N] of the token at `positions` [B, N], from logits [B, N, V].
 
-    tokens [B, S] and known [B]: the text that the repetition penalty looks back on. Work that no row
-    of the batch asks for is branched over at run time.
+    seen() gives the tokens [B, N, V] bool that the repetition penalty counts as used: each node's own
+    text. Work that no row of the batch asks for, this one too, is branched over at run time.
     """
     V = logits.shape[-1]
 
@@ -210,7 +224,7 @@ def choose(
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def penalised(logits: jax.Array) -> jax.Array:
-        return penalise(logits, history_mask(tokens, known, V)[:, None], rows.repetition_penalty)
+        return penalise(logits, seen(), rows.repetition_penalty)
 
     def elaborate(logits: jax.Array) -> jax.Array:
         logits = jax.lax.cond(jnp.any(rows.repetition_penalty != 1), penalised, lambda x: x, logits)

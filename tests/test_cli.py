@@ -32,7 +32,7 @@ STATS = [
     "tokens_per_second",
     "accepted_by_depth",
 ]
-PROMPTS = ["Hello!", "What is the answer?", "Rain falls", "the dog", "How are you?"]
+PROMPTS = ["What is the answer?", "Hello!", "Rain falls", "the dog", "How are you?"]  # the second ends first
 
 
 class Result(NamedTuple):

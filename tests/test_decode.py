@@ -36,7 +36,8 @@ def reference(lm, prompt_ids, params: SamplingParams):
         positions = jnp.arange(size)[None]
         hidden, _ = backbone.forward(lm.params, lm.config, tokens, positions, jnp.tri(size, dtype=bool), None)
         logits = backbone.unembed(lm.params, lm.config, hidden[0, known - 1])[None, None]
-        return sampling.choose(logits, known[None, None], rows, tokens, known[None])[0, 0]
+        used = lambda: sampling.history_mask(tokens, known[None], lm.config.vocab_size)[:, None]  # noqa: E731
+        return sampling.choose(logits, known[None, None], rows, used)[0, 0]
 
     text = list(prompt_ids)
     for _ in range(params.max_new_tokens):

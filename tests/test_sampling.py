@@ -94,8 +94,8 @@ def test_samples_follow_the_filtered_distribution():
         seed=jnp.arange(n, dtype=jnp.uint32),
     )
     logits = jnp.tile(base, (n, 1, 1))
-    empty = jnp.zeros((n, 1), jnp.int32)
-    drawn = jax.jit(sampling.choose)(logits, jnp.full((n, 1), 9), made, empty, jnp.zeros(n, jnp.int32))
+    unused = lambda: jnp.zeros((n, 1, 5), bool)  # noqa: E731
+    drawn = jax.jit(lambda logits: sampling.choose(logits, jnp.full((n, 1), 9), made, unused))(logits)
     counts = np.bincount(np.asarray(drawn)[:, 0], minlength=5)
     expected = np.exp(np.asarray(base)[:4] / 2)
     expected = n * expected / expected.sum()
@@ -107,6 +107,19 @@ def test_history_mask_ignores_what_lies_behind_the_text():
     tokens = jnp.array([[1, 3, 1, 5], [0, 0, 2, 2]])
     mask = sampling.history_mask(tokens, jnp.array([3, 0]), 6)
     np.testing.assert_array_equal(np.asarray(mask), [[0, 1, 0, 1, 0, 0], [0] * 6])
+
+
+def test_each_node_is_penalised_for_its_own_text():
+    """Nodes 1 and 2 are siblings under node 0, node 3 hangs under 1; the text before holds token 5."""
+    ancestors = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], bool)
+    text = sampling.history_mask(jnp.array([[5, 9]]), jnp.array([1]), 10)
+    seen = sampling.node_history(text, jnp.array([[0, 1, 2, 3]]), jnp.asarray(ancestors))
+    tokens = [set(np.flatnonzero(row)) for row in np.asarray(seen)[0]]
+    assert tokens == [{5, 0}, {5, 0, 1}, {5, 0, 2}, {5, 0, 1, 3}]
+    logits = jnp.tile(jnp.linspace(-1.0, 1.0, 10), (1, 4, 1))
+    penalised = np.asarray(sampling.penalise(logits, seen, jnp.array([2.0])))
+    expected = np.where(np.asarray(seen), np.where(logits > 0, logits / 2, logits * 2), logits)
+    np.testing.assert_allclose(penalised, expected)
 
 
 @pytest.mark.parametrize(
