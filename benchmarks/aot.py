@@ -201,7 +201,7 @@ def build_tree(mesh: Callable[[], Mesh]) -> Built:
     def step(
         params: backbone.Params, state: cache.KVCache, nodes: jax.Array, path: jax.Array
     ) -> tuple[cache.KVCache, jax.Array]:
-        positions = state.lengths[:, None] + jnp.arange(TREE_NODES)
+        positions = state.lengths[:, None] + jnp.arange(TREE_NODES)[None]
         ancestors = jnp.tri(TREE_NODES, dtype=bool)
         hidden, fresh = backbone.forward(params, LLAMA_2_7B, nodes, positions, ancestors, state)
         choice = jnp.argmax(backbone.unembed(params, LLAMA_2_7B, hidden), axis=-1)

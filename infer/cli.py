@@ -189,6 +189,8 @@ def main(program: Callable[[Sequence[str] | None], int]) -> NoReturn:
     # Imported libraries chatter about torch being absent and about tokenizer forks; neither concerns a user.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if sys.stderr is None:  # closed by whoever started us; messages must not go to standard output instead
+        sys.stderr = io.StringIO()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A file or a pipe gets UTF-8 whatever the locale; a terminal shows what it can.
         if sys.stdout.isatty():
@@ -199,7 +201,7 @@ def main(program: Callable[[Sequence[str] | None], int]) -> NoReturn:
     # The interpreter's own shutdown would wait for threads that may still be compiling.
     for stream in (sys.stdout, sys.stderr):
         try:
-            if stream is not None:  # closed by whoever started us
+            if stream is not None:
                 stream.flush()
         except OSError:  # the reader has gone
             status = status or 1

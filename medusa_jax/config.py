@@ -19,6 +19,7 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 # transformers' own defaults for fields that a config.json may leave out.
 _DEFAULT_CONTEXT = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
+_DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}  # llama: as many as query heads
 _DEFAULT_EPS = 1e-6
 _DEFAULT_THETA = 10000.0
 
@@ -196,7 +197,7 @@ def _from_hf(raw: Mapping[str, Any], source: str) -> ModelConfig:
         intermediate_size=_require(raw, "intermediate_size"),
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=_get(raw, "num_key_value_heads", heads),
+        num_key_value_heads=_get(raw, "num_key_value_heads", _DEFAULT_KV_HEADS.get(family, heads)),
         head_dim=head_dim,
         rms_norm_eps=float(_get(raw, "rms_norm_eps", _DEFAULT_EPS)),
         max_position_embeddings=context,
@@ -240,7 +241,9 @@ def _read_windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int
             window = None
         full = _get(raw, "max_window_layers", 28)
         types = ["sliding_attention" if window and i >= full else "full_attention" for i in range(layers)]
-    types = _get(raw, "layer_types", types)
+    default, types = types, _get(raw, "layer_types", types)
+    if family == "mistral" and list(types) != default:
+        raise UserError("config: layer_types that differ from sliding_window are not supported for mistral")
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
             raise UserError(f"config: layer type {kind!r} is not supported")
@@ -269,7 +272,11 @@ def _read_rope(raw: Mapping[str, Any], context: int) -> RopeConfig:
     factor = float(_require(fields, "factor"))
     if not factor >= 1:
         raise UserError(f"config: RoPE factor is {factor}, expected at least 1")
-    original = fields.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    name = "original_max_position_embeddings"
+    original, outer = fields.get(name), raw.get(name)
+    if original and outer and original != outer:
+        raise UserError(f"config: {name} is {outer}, but {original} among the RoPE fields")
+    original = original or outer
     if kind == "linear":
         return RopeConfig(kind="linear", theta=theta, factor=factor)
     if kind == "llama3":
@@ -277,7 +284,7 @@ def _read_rope(raw: Mapping[str, Any], context: int) -> RopeConfig:
             kind="llama3",
             theta=theta,
             factor=factor,
-            original_context=int(_require(fields, "original_max_position_embeddings")),
+            original_context=int(_require({name: original}, name)),
             low_freq_factor=float(_require(fields, "low_freq_factor")),
             high_freq_factor=float(_require(fields, "high_freq_factor")),
         )

@@ -164,9 +164,18 @@ def step(params: Params, state: DecodeState, config: ModelConfig) -> DecodeState
 
 
 def run(
-    params: Params, state: DecodeState, max_steps: jax.Array, stop_early: jax.Array, *, config: ModelConfig
+    params: Params,
+    state: DecodeState,
+    max_steps: jax.Array,
+    stop_early: jax.Array,
+    *,
+    config: ModelConfig,
+    shapes: DecodeState,
 ) -> tuple[DecodeState, Report]:
-    """Step until no row is active, or `max_steps` were made, or (`stop_early`) a row has ended."""
+    """Step until no row is active, or `max_steps` were made, or (`stop_early`) a row has ended.
+
+    shapes: shapes and shardings of the state, whose cache keeps its layout around the loop.
+    """
     before = jnp.sum(state.active)
 
     def go_on(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
@@ -176,7 +185,11 @@ def run(
 
     def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         steps, state = carry
-        return steps + 1, step(params, state, config)
+        state = step(params, state, config)
+        keys = sharding.keep_layout(state.cache.keys, shapes.cache.keys)
+        values = sharding.keep_layout(state.cache.values, shapes.cache.values)
+        kept = dataclasses.replace(state.cache, keys=keys, values=values)
+        return steps + 1, dataclasses.replace(state, cache=kept)
 
     _, state = jax.lax.while_loop(go_on, body, (jnp.int32(0), state))
     return state, report(state)
@@ -307,7 +320,7 @@ class Programs:
 
         def build() -> Any:
             state = self.state_shape(batch, slots)
-            program = partial(run, config=self.config)
+            program = partial(run, config=self.config, shapes=state)
             out = self._out(state, with_report=True)
             scalars = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
             return jax.jit(program, donate_argnames="state", out_shardings=out).lower(

@@ -110,14 +110,10 @@ class MedusaLM:
             checkpoint.config, shapes, checkpoint.tokenizer(), checkpoint.generation_config(), dtype, mesh
         )
         worker = _Background(lambda: expect(lm)) if expect is not None else None
-        try:
-            shardings = sharding.param_shardings(shapes, checkpoint.config, mesh)
-            lm.params = load_params(checkpoint.source, checkpoint.config, dtype, shardings, progress)
-        finally:
-            if worker is not None:
-                worker.join()
-        if worker is not None:
-            worker.check()
+        shardings = sharding.param_shardings(shapes, checkpoint.config, mesh)
+        lm.params = load_params(checkpoint.source, checkpoint.config, dtype, shardings, progress)
+        if worker is not None:  # not waited for when loading fails: the error should not wait for a compiler
+            worker.join()
         return lm
 
     def encode(self, prompt: Prompt, system: str | None = None, raw: bool = False) -> list[int]:
@@ -131,10 +127,14 @@ class MedusaLM:
                 raise UserError("raw: the prompt is a list of messages, expected a text")
             if system:
                 raise UserError("system: a raw prompt has no system message")
-            ids = self.tokenizer(prompt)["input_ids"]
+            text = prompt
         else:
             text = self.render(messages_of(prompt, system))
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # lone surrogates, which tokenizers answer with a TypeError
+            raise UserError(f"the prompt is not valid Unicode ({error.reason})") from None
+        ids = self.tokenizer(text, add_special_tokens=raw)["input_ids"]
         if not ids:
             raise UserError("the prompt is empty")
         self._check_length(len(ids))
@@ -190,8 +190,6 @@ class MedusaLM:
         workers = [_Background(task) for task in tasks]
         for worker in workers:
             worker.join()
-        for worker in workers:
-            worker.check()
 
     def _sizes(self, jobs: Sequence[Job], batch_size: int) -> tuple[int, int]:
         """Rows and slots for these jobs: no more rows than jobs, a multiple of the mesh's data axis."""
@@ -359,7 +357,7 @@ def as_mesh(mesh: str | Mapping[str, int] | jax.sharding.Mesh | None) -> jax.sha
 
 
 class _Background:
-    """A function on a thread of its own, whose error comes back at `check`."""
+    """A function on a thread of its own, whose error comes back at `join`."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
@@ -370,13 +368,11 @@ class _Background:
     def _call(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # noqa: BLE001 - raised again by `check`
+        except BaseException as error:  # noqa: BLE001 - raised again by `join`
             self._error = error
 
     def join(self) -> None:
         self._thread.join()
-
-    def check(self) -> None:
         if self._error is not None:
             raise self._error
 

@@ -122,8 +122,9 @@ class Session:
         reuse = self._reusable(job.prompt_ids)
         unread = len(job.prompt_ids) - reuse
         needed = decode.slots_for(reuse, unread, job.limit)
-        if self.state is not None and needed > self.slots:
-            self.state = self.programs.grow(self.slots, needed)(self.state)
+        if needed > self.slots:
+            if self.state is not None:
+                self.state = self.programs.grow(self.slots, needed)(self.state)
             self.slots = needed
         self.compile(unread, reuse)
         began = time.perf_counter()

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from medusa_jax.config import ModelConfig
@@ -136,3 +137,23 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
         shapes,
         shardings,
     )
+
+
+def keep_layout(arrays: Any, shapes: Any) -> Any:
+    """The same arrays, laid out on the device as a program's arguments are: last dimension innermost.
+
+    `shapes` carries their shardings. Inside a loop XLA chooses layouts of its own, and copies a cache that
+    comes in and goes out in another one. The partitioner would gather an array for a layout constraint,
+    so every shard is constrained by itself.
+    """
+
+    def one(array: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        def keep(shard: jax.Array) -> jax.Array:
+            return with_layout_constraint(shard, Layout(tuple(range(shard.ndim))))
+
+        if not isinstance(shape.sharding, NamedSharding):
+            return keep(array)
+        spec = shape.sharding.spec
+        return jax.shard_map(keep, mesh=shape.sharding.mesh, in_specs=spec, out_specs=spec)(array)
+
+    return jax.tree.map(one, arrays, shapes)

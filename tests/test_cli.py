@@ -511,6 +511,25 @@ def test_no_prompt_at_a_terminal(environment):
     check_mistake(Result(process.returncode, out.decode(), err.decode()), "no prompt: give --prompt")
 
 
+def test_messages_never_go_to_standard_output(environment):
+    """Not even where standard error was closed."""
+    closed = ["-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "infer.generate"]
+    with start(environment, *closed, "--prompt", "a", "--seed", "-1", executable="/bin/sh") as process:
+        assert process.communicate(timeout=60) == (b"", b"")
+    assert process.returncode == 2
+
+
+def test_help_and_a_wrong_flag_do_not_wait_for_jax(environment):
+    check = "import sys; from infer import generate, chat; generate.make_parser(); chat.make_parser()"
+    with start(environment, "-c", check + "; print('jax' in sys.modules)") as process:
+        assert process.communicate(timeout=60) == (b"False\n", b"")
+    with start(environment, "-m", "infer.generate", "--help") as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, b"")
+    for flag in ("--model", "--prompts", "--temperature", "--stop", "--mesh", "--json"):
+        assert flag.encode() in out
+
+
 @pytest.mark.default_model
 def test_the_default_model(environment):
     """The README's first command: the small model, fetched once, in a process of its own."""

@@ -227,7 +227,8 @@ def test_fixtures_are_current(name: str) -> None:
 def test_every_case_is_stored() -> None:
     assert {path.stem for path in DATA.glob("*.safetensors")} == {*CASES, "filters"}
     versions = json.loads((DATA / "versions.json").read_text())
-    assert {"torch", "transformers", "numpy", "date"} <= versions.keys()
+    for part in ("cases", "default_model"):
+        assert {"torch", "transformers", "numpy", "date"} <= versions[part].keys()
 
 
 def as_torch_saves(folder: Path, target: Path, shard: str, dtype: str) -> Any:
@@ -395,14 +396,14 @@ def test_tree_equals_chains(name: str) -> None:
 def test_bfloat16_is_near_float32(name: str) -> None:
     """The weights are exact in bfloat16, so only activations are rounded, to 8 bits each.
 
-    Such random layers amplify rounding: 5 % of the logits' spread on average is what is asked for.
+    Such random layers amplify rounding: 3 % of the logits' spread on average is what is asked for.
     """
     model = ours(name)
     params = load_params(Arrays(stored(name).weights), model.config, BF16)
     logits = np.stack(text_logits(params, model.config, list(model.tokens)))
     assert logits.dtype == np.float32
     error = logits - our_logits(name)
-    assert 0 < np.sqrt(np.mean(error**2)) < 0.05 * our_logits(name).std()
+    assert 0 < np.sqrt(np.mean(error**2)) < 0.03 * our_logits(name).std()
 
 
 # --------------------------------------------------------------------------------- sampling filters

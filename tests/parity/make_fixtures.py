@@ -13,7 +13,7 @@ It writes into `tests/parity/data`:
 * filters.safetensors: random logits, and what transformers' logits processors make of them.
 * default_model.json (only with --default-model): the greedy ids of a few prompts, from torch on the
   weights that this project's loader dequantises, and the margin between the two best logits at each step.
-* versions.json: what all this was made with.
+* versions.json: what the cases (and filters) and the default model's ids were made with.
 
 Weights and tokens come from NumPy generators seeded by the case's name and torch runs on one thread, so
 the same versions give the same files (but for the date). Tokens are drawn again while a greedy choice is
@@ -226,6 +226,13 @@ def versions() -> dict[str, str]:
     return found | {"python": platform.python_version(), "machine": platform.machine(), "date": today}
 
 
+def note_versions(*parts: str) -> None:
+    """Write the versions of the parts that were made now beside those of the others."""
+    path = DATA / "versions.json"
+    noted = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    write_json(path, noted | dict.fromkeys(parts, versions()))
+
+
 def write_json(path: Path, value: Any) -> None:
     """Lists of numbers stay on one line."""
     rows = [json.dumps(entry) for entry in value] if isinstance(value, list) else None
@@ -250,9 +257,10 @@ def main() -> None:
         store(case, expected)
         print(f"{case.name}: logits' spread {expected.logits.std():.2f}, ids {expected.generated.tolist()}")
     save_file(filter_fixture(), DATA / "filters.safetensors")
+    note_versions("cases")
     if arguments.default_model is not None:
         write_json(DATA / "default_model.json", default_model_fixture(arguments.default_model))
-    write_json(DATA / "versions.json", versions())
+        note_versions("default_model")
     print(f"{sum(path.stat().st_size for path in DATA.iterdir()) / 1e6:.2f} MB in {cases.__package__}/data")
 
 
