@@ -122,6 +122,7 @@ def bench_generate(lm: MedusaLM, rounds: int, peer: bool) -> dict[str, float]:
     jobs = [lm.job(ids, params)]
     lm.compile_for(jobs)
     ours: list[int] = []
+    theirs: list[int] = []
 
     def generate() -> None:
         ours[:] = lm.generate([PROMPT], params)[0].token_ids
@@ -137,7 +138,7 @@ def bench_generate(lm: MedusaLM, rounds: int, peer: bool) -> dict[str, float]:
 
 def _torch_side(lm: MedusaLM, ids: Sequence[int]) -> tuple[Work, list[int]]:
     """transformers' own greedy generate over the same float32 weights, and where its ids appear."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports] - an extra
     from transformers import AutoModelForCausalLM
 
     from medusa_jax.weights import hf

@@ -11,6 +11,7 @@ import jax
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Workers and later runs share what they compile; programs are looked up by their content.
-jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parent.parent / ".pytest_cache/xla"))
+COMPILED = pathlib.Path(__file__).parent.parent / ".pytest_cache/xla"
+jax.config.update("jax_compilation_cache_dir", str(COMPILED))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
