@@ -342,8 +342,9 @@ def test_flags_of_a_chat(talk):
 
 # Opening it makes the terminal the one whose Ctrl-C this process gets.
 AT_A_TERMINAL = """
-import os
+import os, signal
 os.open(os.ttyname(0), os.O_RDWR)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
 from infer import chat, cli
 cli.main(chat.run)
 """

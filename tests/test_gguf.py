@@ -618,9 +618,10 @@ def test_pre_tokenizers_by_name(tmp_path: Path, pre: str, text: str, pieces: lis
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "qwen35"])
 def test_patterns_equal_transformers(tmp_path: Path, pre: str):
-    mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
-    pattern = mapping.GGUF_PRE_TOKENIZER_SPLITS[pre]
     from tokenizers import Regex
+    from transformers.integrations.gguf import gguf_tokenizer_mapping
+
+    pattern = gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS[pre]
 
     theirs = pre_tokenizers.Split(Regex(pattern), "isolated")
     ours = open_with(tmp_path, **{"tokenizer.ggml.pre": pre}).tokenizer().backend_tokenizer.pre_tokenizer

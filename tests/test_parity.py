@@ -74,7 +74,6 @@ def stored(name: str) -> SimpleNamespace:
 @functools.cache
 def live(name: str) -> Any:
     """The same, computed now by torch."""
-    pytest.importorskip("torch")
     from parity import make_fixtures
 
     return make_fixtures.compute(CASES[name])
@@ -442,7 +441,6 @@ def test_filters_equal_transformers() -> None:
 
 @pytest.mark.torch
 def test_filters_equal_transformers_live() -> None:
-    pytest.importorskip("torch")
     from parity import make_fixtures
 
     fixture = make_fixtures.filter_fixture()
