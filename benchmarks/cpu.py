@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from medusa_jax import MedusaLM, SamplingParams, backbone, cache
+from medusa_jax.decode import Plan
 from medusa_jax.weights import hub
 
 PROMPT = "Explain in a few sentences how a bicycle stays upright when it moves."
@@ -76,7 +77,7 @@ def bench_batch(lm: MedusaLM, rounds: int, steps: int = 24) -> dict[str, float]:
     """Tokens per second of 1 and of 64 rows, prompts of 64 tokens, 256 slots; and a sampled single row."""
 
     def side(batch: int, temperature: float, top_p: float) -> Work:
-        run = lm.programs.run(batch, 256)
+        run = lm.programs.run(batch, 256, Plan.plain())
         state = lm.programs.empty(batch, 256)()
         tokens = np.random.default_rng(0).integers(100, 40000, (batch, 256))
         sampling = dataclasses.replace(
@@ -101,7 +102,7 @@ def bench_batch(lm: MedusaLM, rounds: int, steps: int = 24) -> dict[str, float]:
                 known=jnp.full((batch,), 65, jnp.int32),
                 active=jnp.ones((batch,), bool),
             )
-            kept[0], report = run(lm.params, state, np.int32(steps), np.bool_(False))
+            kept[0], report = run(lm.params, None, state, np.int32(steps), np.bool_(False))
             report.known.block_until_ready()
 
         return work

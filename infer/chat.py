@@ -87,7 +87,7 @@ class Chat:
             self.messages = [*messages, {"role": "assistant", "content": shown}]
             self.last_prefilled = job.prefilled_tokens
             job.finish_reason = job.finish_reason or "interrupted"
-            self.last = completion(messages, job)
+            self.last = completion(messages, job, self.lm.plan)
 
     def undo(self) -> None:
         """Take back the last message and its answer."""
@@ -243,7 +243,6 @@ def run(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit status."""
     made = make_parser()
     args = made.parse_args(argv)
-    cli.refuse_medusa(made, args)
     params = cli.sampling_params(args)
 
     def expect(lm: MedusaLM) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
+import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,7 +20,8 @@ if TYPE_CHECKING:  # importing jax takes a second that --help and a wrong flag n
     from medusa_jax import MedusaLM, SamplingParams
     from medusa_jax.sampling import SamplingParams as Sampling
 
-NOT_YET = "not yet: this version decodes plainly (Medusa heads are the next release)"
+
+MOST_CPU_DEVICES = 64
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,7 +48,11 @@ def parser(prog: str, description: str, epilog: str) -> Parser:
         help="a Hugging Face folder, a GGUF file, or a hub id such as org/name; "
         "default: SmolLM2-135M-Instruct, fetched once (93 MB) and cached",
     )
-    model.add_argument("--heads", metavar="DIR|FILE|none", help=f"Medusa heads ({NOT_YET})")
+    model.add_argument(
+        "--heads",
+        metavar="DIR|FILE|HUB_ID|none",
+        help="Medusa heads for this model: this project's or the first implementation's files",
+    )
     model.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
@@ -62,7 +69,12 @@ def parser(prog: str, description: str, epilog: str) -> Parser:
 def add_sampling(made: Parser) -> None:
     """The flags of `SamplingParams`. Their defaults are the model's own where it has some."""
     group = made.add_argument_group("sampling")
-    group.add_argument("--max-new-tokens", type=int, metavar="N", help="most tokens to generate (256)")
+    group.add_argument(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="most tokens to generate; they take memory (256)",
+    )
     group.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token (0)")
     group.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest; 0 is off (0)")
     group.add_argument("--top-p", type=float, metavar="P", help="sample within probability mass P (1)")
@@ -72,7 +84,7 @@ def add_sampling(made: Parser) -> None:
     group.add_argument(
         "--repetition-penalty", type=float, metavar="X", help="above 1 discourages repeating the text (1)"
     )
-    group.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (0)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed, the same text (0)")
     group.add_argument(
         "--stop",
         nargs="+",
@@ -84,27 +96,30 @@ def add_sampling(made: Parser) -> None:
 
 
 def add_medusa(made: Parser) -> None:
-    """The flags of Medusa decoding, which this version refuses."""
-    group = made.add_argument_group("medusa decoding (not yet)")
-    group.add_argument("--acceptance", choices=["exact", "rejection", "typical"], help=NOT_YET)
-    group.add_argument("--tree", metavar="NAME|FILE|WIDTHS|auto", help=NOT_YET)
-    group.add_argument("--lookup", choices=["auto", "on", "off"], help=NOT_YET)
-    group.add_argument("--plain", action="store_true", help="token by token (the default in this version)")
-
-
-def refuse_medusa(made: Parser, args: argparse.Namespace) -> None:
-    """Exit for a flag that this version cannot honour; `--plain` overrides them all."""
-    if args.plain:
-        return
-    asked = {
-        "--heads": args.heads not in (None, "none"),
-        "--acceptance": args.acceptance not in (None, "exact"),  # plain decoding is exact
-        "--tree": args.tree not in (None, "auto"),
-        "--lookup": args.lookup == "on",
-    }
-    for flag, set_ in asked.items():
-        if set_:
-            made.error(f"{flag}: {NOT_YET}; add --plain to ignore it")
+    """The flags of Medusa decoding."""
+    group = made.add_argument_group("medusa decoding")
+    group.add_argument("--plain", action="store_true", help="token by token; overrides the flags of guessing")
+    group.add_argument(
+        "--lookup",
+        choices=["auto", "on", "off"],
+        default="auto",
+        help="guess what followed the same words before; needs no heads (auto: with heads or a tree)",
+    )
+    group.add_argument(
+        "--tree",
+        metavar="NAME|FILE|WIDTHS|auto",
+        default="auto",
+        help="shape of the guesses: widths such as 2x3x2, a published tree's name, or a file of paths",
+    )
+    group.add_argument(
+        "--acceptance",
+        choices=["exact", "rejection", "typical"],
+        default="exact",
+        help="above temperature 0: exact gives plain sampling's very text, rejection its distribution, "
+        "typical is lossy (exact)",
+    )
+    group.add_argument("--epsilon", type=float, default=0.09, metavar="X", help="for typical (0.09)")
+    group.add_argument("--delta", type=float, default=0.3, metavar="X", help="for typical (0.3)")
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -136,14 +151,36 @@ def check_text(text: str, where: str) -> None:
 
 def load_model(args: argparse.Namespace, expect: Callable[[MedusaLM], None]) -> MedusaLM:
     """Load the model that the flags name, compiling meanwhile, with a progress bar on a terminal."""
-    from medusa_jax import MedusaLM
-    from medusa_jax.generate import as_mesh, enable_compilation_cache
-    from medusa_jax.weights import hub
+    import jax
 
+    from medusa_jax import MedusaLM, sharding
+    from medusa_jax.generate import as_mesh, enable_compilation_cache
+    from medusa_jax.tree import Tree
+
+    forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if args.mesh is not None and not forced:
+        # Where there are no accelerators, a mesh is tried on as many pretended CPU devices.
+        count = math.prod(sharding.parse_mesh(args.mesh).values())
+        jax.config.update("jax_num_cpu_devices", min(count, MOST_CPU_DEVICES))
     mesh = as_mesh(args.mesh)  # before anything is fetched
-    enable_compilation_cache(hub.cache_dir() / "xla")
-    with progress_bar("reading weights") as progress:
-        return MedusaLM.load(args.model, dtype=args.dtype, mesh=mesh, expect=expect, progress=progress)
+    enable_compilation_cache()
+    slow = threading.Timer(4, note, ["preparing (the first run of a model compiles its programs) ..."])
+    slow.daemon = True
+    if sys.stderr.isatty():
+        slow.start()
+    guesses: dict[str, Any] = {"heads": args.heads, "tree": args.tree, "lookup": args.lookup}
+    if args.plain:
+        guesses = {"heads": "none", "tree": Tree.single(), "lookup": "off"}
+    try:
+        with progress_bar("reading weights") as progress:
+            lm = MedusaLM.load(
+                args.model, dtype=args.dtype, mesh=mesh, expect=expect, progress=progress, **guesses
+            )
+    finally:
+        slow.cancel()
+    if args.dtype == "bfloat16" and jax.default_backend() == "cpu":
+        note("note: on a CPU bfloat16 is usually far slower than float32")
+    return lm
 
 
 class progress_bar:  # noqa: N801 - used as a function

@@ -126,7 +126,6 @@ def run(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit status."""
     made = make_parser()
     args = made.parse_args(argv)
-    cli.refuse_medusa(made, args)
     if args.batch_size < 1:
         made.error(f"--batch-size is {args.batch_size}, expected at least 1")
     prompts = read_prompts(args, made)
@@ -163,7 +162,7 @@ def _stream(lm: MedusaLM, prompts: Sequence[Prompt], jobs: Sequence[Any]) -> Non
         for piece in lm.stream_job(job):
             print(piece, end="", flush=True)
         print(flush=True)
-        cli.note(closing_line([completion(prompt, job)]))
+        cli.note(closing_line([completion(prompt, job, lm.plan)]))
 
 
 def _batch(lm: MedusaLM, prompts: Sequence[Prompt], jobs: Sequence[Any], args: argparse.Namespace) -> None:

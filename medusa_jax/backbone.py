@@ -47,7 +47,7 @@ def project(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None)
     return product.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _over_leading(vector: jax.Array, like: jax.Array) -> jax.Array:
+def over_leading(vector: jax.Array, like: jax.Array) -> jax.Array:
     """A vector [n] with the rank of `like` [..., n]: broadcasting is asked for, never implied."""
     return vector.reshape((1,) * (like.ndim - 1) + vector.shape)
 
@@ -67,7 +67,7 @@ class Linear(nn.Module):
         y = project(x, weight)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
-            y = y + _over_leading(bias, y)
+            y = y + over_leading(bias, y)
         return y
 
 
@@ -83,7 +83,7 @@ class RMSNorm(nn.Module):
         weight = self.param("weight", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
         exact = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(exact * exact, axis=-1, keepdims=True) + self.eps)
-        return _over_leading(weight, x) * (exact * scale).astype(x.dtype)
+        return over_leading(weight, x) * (exact * scale).astype(x.dtype)
 
 
 def attend(
@@ -310,6 +310,11 @@ def init(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> Params:
 def abstract_params(config: ModelConfig, dtype: jnp.dtype) -> Params:
     """Shapes and dtypes of the parameters, without allocating any."""
     return jax.eval_shape(lambda: init(config, jax.random.key(0), dtype))
+
+
+def unembedding_table(params: Params) -> jax.Array:
+    """The table [V, D] that scores tokens: the embedding where both are tied."""
+    return params.get("lm_head", params["model"]["embed_tokens"])["weight"]
 
 
 def forward(

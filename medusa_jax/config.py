@@ -146,6 +146,42 @@ class ModelConfig:
         return raw
 
 
+@dataclasses.dataclass(frozen=True)
+class MedusaConfig:
+    """Medusa heads: how many, of how many residual layers, and what they read and score.
+
+    conditioned: a head also reads the tokens between its hidden state and its guess. own_unembedding:
+    each head has its own table instead of the model's. draft_vocab_size: the heads score only so many
+    tokens, listed in their `token_map`; None for all.
+    """
+
+    num_heads: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    conditioned: bool = False
+    own_unembedding: bool = False
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_layers", "hidden_size", "vocab_size", "draft_vocab_size"):
+            value = getattr(self, name)
+            least = 0 if name == "num_layers" else 1
+            if name == "draft_vocab_size" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise UserError(f"heads: {name} is {value!r}, expected an integer of at least {least}")
+        if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
+            raise UserError(
+                f"heads: draft_vocab_size {self.draft_vocab_size} is larger than vocab_size {self.vocab_size}"
+            )
+
+    @property
+    def scored(self) -> int:
+        """How many tokens a head scores."""
+        return self.draft_vocab_size or self.vocab_size
+
+
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",

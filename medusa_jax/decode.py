@@ -9,6 +9,7 @@ compiles them, once for each shape.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -19,11 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax import backbone, cache, sampling, sharding
+from medusa_jax import backbone, cache, propose, sampling, sharding, verify
 from medusa_jax.backbone import Params
-from medusa_jax.config import ModelConfig
+from medusa_jax.config import MedusaConfig, ModelConfig
+from medusa_jax.heads import HeadParams
+from medusa_jax.propose import Draft, Layout
+from medusa_jax.tree import Tree
 
 MAX_END_TOKENS = 8
+NO_ROOT = -1
 MAX_CHUNK = 512  # prompt tokens a prefill reads at once: bounds the attention scores to [chunk, S + chunk]
 
 
@@ -41,7 +46,9 @@ class DecodeState:
     prompt: jax.Array  # [B] int32, tokens that are prompt
     limit: jax.Array  # [B] int32, known may not pass it
     active: jax.Array  # [B] bool: still decoding
-    steps: jax.Array  # [B] int32
+    hidden: jax.Array  # [B, D] the state that chose the last token, which the heads guess from
+    # [B, S] int32: where a step's root stands, the deepest node of its tree that was emitted; -1 elsewhere.
+    step_nodes: jax.Array
     sampling: sampling.RowSampling
     end_tokens: jax.Array  # [B, MAX_END_TOKENS] int32, padded with -1
 
@@ -53,7 +60,26 @@ class Report:
     tokens: jax.Array  # [B, S]
     known: jax.Array  # [B]
     active: jax.Array  # [B]
-    steps: jax.Array  # [B]
+    step_nodes: jax.Array  # [B, S]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a step guesses, and from what: static, so another plan is another program."""
+
+    tree: Tree
+    heads: MedusaConfig | None = None
+    lookup: bool = False
+
+    @classmethod
+    def plain(cls) -> Plan:
+        """One node: token by token."""
+        return cls(Tree.single())
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """Where the lists of the tree's nodes come from."""
+        return Layout.of(self.tree, self.heads)
 
 
 def empty(config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> DecodeState:
@@ -66,7 +92,8 @@ def empty(config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> Deco
         prompt=zeros,
         limit=zeros,
         active=jnp.zeros((batch,), bool),
-        steps=zeros,
+        hidden=jnp.zeros((batch, config.hidden_size), dtype),
+        step_nodes=jnp.full((batch, slots), NO_ROOT, jnp.int32),
         sampling=sampling.RowSampling.greedy(batch),
         end_tokens=jnp.full((batch, MAX_END_TOKENS), -1, jnp.int32),
     )
@@ -94,24 +121,32 @@ def start(state: DecodeState, request: Request) -> DecodeState:
         prompt=request.known[None],
         limit=request.limit[None],
         active=jnp.zeros((1,), bool),
-        steps=jnp.zeros((1,), jnp.int32),
+        step_nodes=jnp.full_like(state.step_nodes, NO_ROOT),
         sampling=request.sampling,
         end_tokens=request.end_tokens[None],
     )
 
 
-def _emit(state: DecodeState, chosen: jax.Array, rows: jax.Array) -> DecodeState:
-    """Append token chosen[b] to the text of each row in `rows` [B] bool, and end rows that are finished."""
-    slot = jnp.arange(state.tokens.shape[1])[None]
-    write = rows[:, None] & (slot == state.known[:, None])
-    known = state.known + rows
-    ended = jnp.any(chosen[:, None] == state.end_tokens, axis=-1) | (known >= state.limit)
+def _emit(state: DecodeState, tokens: jax.Array, counts: jax.Array, rows: jax.Array) -> DecodeState:
+    """Append tokens[b, :counts[b]] [B, P] to the text of each row in `rows` [B] bool.
+
+    A row ends, in the midst of them too, at an end token or at its limit. The last of the tokens, if it is
+    reached, is the root of the next step. P slots from `known` on are written, which must exist.
+    """
+    order = jnp.arange(tokens.shape[1])[None]
+    ends = jnp.any(tokens[:, :, None] == state.end_tokens[:, None, :], axis=-1)
+    ends = (ends | (state.known[:, None] + order + 1 >= state.limit[:, None])) & (order < counts[:, None])
+    ended = jnp.any(ends, axis=-1)
+    emitted = jnp.where(ended, jnp.argmax(ends, axis=-1) + 1, counts)
+    emitted = jnp.where(rows, emitted, 0).astype(jnp.int32)
+    write = jax.vmap(lambda row, block, at: jax.lax.dynamic_update_slice(row, block, (at,)))
+    new_root = (order == counts[:, None] - 1) & (order < emitted[:, None])
     return dataclasses.replace(
         state,
-        tokens=jnp.where(write, chosen[:, None], state.tokens),
-        known=known,
+        tokens=write(state.tokens, tokens, state.known),
+        step_nodes=write(state.step_nodes, jnp.where(new_root, 0, NO_ROOT), state.known),
+        known=state.known + emitted,
         active=jnp.where(rows, ~ended, state.active),
-        steps=state.steps + rows,
     )
 
 
@@ -138,38 +173,119 @@ def prefill(
 
     chosen = sampling.choose(logits, state.known[:, None], state.sampling, seen)
     done = (counts > 0) & (state.cache.lengths == state.known)
-    state = _emit(state, chosen[:, 0], done)
+    state = dataclasses.replace(state, hidden=last[:, 0])
+    state = _emit(state, chosen, jnp.ones_like(counts), done)
     return state, report(state)
 
 
-def step(params: Params, state: DecodeState, config: ModelConfig) -> DecodeState:
-    """One forward over each active row's last token, and the choice of the next."""
-    root = jnp.take_along_axis(state.tokens, state.cache.lengths[:, None], axis=1)
-    relation = jnp.ones((1, 1), bool)
-    lengths = state.cache.lengths
-    hidden, new = backbone.forward(params, config, root, lengths[:, None], relation, state.cache)
-    logits = backbone.unembed(params, config, hidden)
+def step(
+    params: Params, heads: HeadParams | None, state: DecodeState, config: ModelConfig, plan: Plan
+) -> DecodeState:
+    """Propose a tree of guesses behind each row's last token, check it in one forward, keep what holds.
+
+    Plain decoding is the plan of one node. Every active row emits at least one token.
+    """
+    tree, lengths = plan.tree, state.cache.lengths
+    root = jnp.take_along_axis(state.tokens, lengths[:, None], axis=1)[:, 0]
+    noise = _noise(state, tree, config.vocab_size)
+    with jax.named_scope("propose"):
+        draft = _propose(params, heads, state, plan, root, noise)
+    with jax.named_scope("forward"):
+        depth, ancestors = jnp.asarray(tree.depth), jnp.asarray(tree.ancestors)
+        positions = lengths[:, None] + depth[None]
+        hidden, new = backbone.forward(params, config, draft.tokens, positions, ancestors, state.cache)
+        logits = backbone.unembed(params, config, hidden)  # [B, N, V]
 
     def seen() -> jax.Array:
-        text = sampling.history_mask(state.tokens, lengths, config.vocab_size)
-        return sampling.node_history(text, root, relation)
+        return sampling.history_mask(state.tokens, state.known, config.vocab_size)
 
-    chosen = sampling.choose(logits, state.known[:, None], state.sampling, seen)
-    counts = state.active.astype(jnp.int32)
-    # The accepted path is node 0. Written as a function of the choice it puts the cache's write after all
-    # of its reads: without an order between them XLA:CPU copies the whole cache first.
-    path = jnp.minimum(chosen, 0)
-    state = dataclasses.replace(state, cache=cache.commit(state.cache, new, path, counts))
-    return _emit(state, chosen[:, 0], state.active)
+    with jax.named_scope("verify"):
+        token_map = None if heads is None else heads.token_map
+        verdict = verify.verify(
+            tree, plan.layout, draft, token_map, logits, state.sampling, state.known, noise, seen
+        )
+        path = jnp.asarray(tree.node_paths)[verdict.node]  # [B, P], repeats its last node
+        guesses = jnp.take_along_axis(draft.tokens, path, axis=1)
+        order = jnp.arange(tree.max_depth + 1)[None]
+        chosen = verdict.chosen[:, None]
+        # A guess stands one place further in the path than in the text: the path begins with the root.
+        tokens = jnp.where(order == verdict.accepted[:, None], chosen, jnp.roll(guesses, -1, axis=1))
+    with jax.named_scope("commit"):
+        # A path that depends on the choice puts the cache's write after all of its reads: without an order
+        # between them XLA:CPU copies the whole cache first. With one node the choice must be named for it.
+        path = path + jnp.minimum(chosen, 0)
+        after = _emit(state, tokens, verdict.accepted + 1, state.active)
+        emitted = after.known - state.known
+        moved = (emitted > 0)[:, None]
+        kept = jnp.take_along_axis(hidden, verdict.node[:, None, None], axis=1)[:, 0]
+        last = jnp.take_along_axis(path, jnp.minimum(emitted, verdict.accepted)[:, None], axis=1)
+        at_root = moved & (jnp.arange(after.tokens.shape[1])[None] == lengths[:, None])
+        return dataclasses.replace(
+            after,
+            cache=cache.commit(state.cache, new, path, emitted),
+            hidden=jnp.where(moved, kept, state.hidden),
+            step_nodes=jnp.where(at_root, last, after.step_nodes),
+        )
+
+
+def _noise(state: DecodeState, tree: Tree, vocab_size: int) -> jax.Array:
+    """Gumbel noise [B, depth + 1, V] of the next positions' choices; zero when no row samples."""
+    positions = state.known[:, None] + jnp.arange(tree.max_depth + 1)[None]
+    return jax.lax.cond(
+        jnp.any(state.sampling.temperature > 0),
+        lambda: sampling.gumbel(state.sampling.seed, positions, vocab_size),
+        lambda: jnp.zeros((*positions.shape, vocab_size), jnp.float32),
+    )
+
+
+def _propose(
+    params: Params,
+    heads: HeadParams | None,
+    state: DecodeState,
+    plan: Plan,
+    root: jax.Array,
+    noise: jax.Array,
+) -> Draft:
+    """The tree's tokens; see `propose.propose`."""
+    rows, tree = state.sampling, plan.tree
+    warm = rows.temperature > 0
+    if plan.lookup:
+        found = propose.lookup(state.tokens, state.known, tree.max_depth)
+    else:
+        found = jnp.full((root.shape[0], tree.max_depth), propose.EMPTY, jnp.int32)
+    embedding = params["model"]["embed_tokens"]["weight"]
+    unembedding = backbone.unembedding_table(params)
+    depths = 0 if plan.heads is None else min(plan.heads.num_heads, tree.max_depth)
+    rejecting = warm & (rows.acceptance == sampling.REJECTION)
+    positions = state.known[:, None] + jnp.arange(depths)[None]
+    # `exact` ranks guesses under the noise that will choose, `rejection` draws them by noise of their own.
+    ranking = jax.lax.cond(
+        jnp.any(rejecting),
+        lambda: jnp.where(
+            rejecting[:, None, None],
+            sampling.gumbel(rows.seed, positions, noise.shape[-1], sampling.DRAFT_STREAM),
+            noise[:, :depths],
+        ),
+        lambda: noise[:, :depths],
+    )
+    ranking = jnp.where((warm & (rows.acceptance != sampling.TYPICAL))[:, None, None], ranking, 0)
+    if heads is not None and heads.token_map is not None:
+        ranking = ranking[:, :, heads.token_map]
+    scale = jnp.where(warm, 1 / jnp.where(warm, rows.temperature, 1), 1.0)
+    return propose.propose(
+        tree, plan.heads, heads, embedding, unembedding, state.hidden, root, scale, ranking, found
+    )
 
 
 def run(
     params: Params,
+    heads: HeadParams | None,
     state: DecodeState,
     max_steps: jax.Array,
     stop_early: jax.Array,
     *,
     config: ModelConfig,
+    plan: Plan,
     shapes: DecodeState,
 ) -> tuple[DecodeState, Report]:
     """Step until no row is active, or `max_steps` were made, or (`stop_early`) a row has ended.
@@ -185,7 +301,7 @@ def run(
 
     def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         steps, state = carry
-        state = step(params, state, config)
+        state = step(params, heads, state, config, plan)
         keys = sharding.keep_layout(state.cache.keys, shapes.cache.keys)
         values = sharding.keep_layout(state.cache.values, shapes.cache.values)
         kept = dataclasses.replace(state.cache, keys=keys, values=values)
@@ -197,7 +313,7 @@ def run(
 
 def report(state: DecodeState) -> Report:
     """Copies of what the host wants to see."""
-    return Report(tokens=state.tokens, known=state.known, active=state.active, steps=state.steps)
+    return Report(tokens=state.tokens, known=state.known, active=state.active, step_nodes=state.step_nodes)
 
 
 def insert(state: DecodeState, row: jax.Array, single: DecodeState) -> DecodeState:
@@ -216,8 +332,13 @@ def stop_rows(state: DecodeState, keep: jax.Array) -> DecodeState:
 
 def grow(state: DecodeState, *, slots: int) -> DecodeState:
     """The same state with more slots a row."""
-    tokens = jnp.pad(state.tokens, ((0, 0), (0, slots - state.tokens.shape[1])))
-    return dataclasses.replace(state, cache=cache.grow(state.cache, slots), tokens=tokens)
+    more = ((0, 0), (0, slots - state.tokens.shape[1]))
+    return dataclasses.replace(
+        state,
+        cache=cache.grow(state.cache, slots),
+        tokens=jnp.pad(state.tokens, more),
+        step_nodes=jnp.pad(state.step_nodes, more, constant_values=NO_ROOT),
+    )
 
 
 # ---------------------------------------------------------------------------------------------- sizes
@@ -236,10 +357,13 @@ def chunk_for(tokens: int) -> int:
     return min(bucket(tokens, 16), MAX_CHUNK)
 
 
-def slots_for(cached: int, unread: int, limit: int) -> int:
-    """S, so that neither a padded chunk of the prompt nor the token at `limit` is written past the end."""
+def slots_for(cached: int, unread: int, limit: int, depth: int) -> int:
+    """S, so that no write reaches past the end: no padded chunk of the prompt and, at the limit, no path.
+
+    depth: the deepest guess of the tree.
+    """
     chunk = chunk_for(unread)
-    return bucket(max(cached + -(-unread // chunk) * chunk, limit + 1), 128)
+    return bucket(max(cached + -(-unread // chunk) * chunk, limit + depth + 1), 128)
 
 
 # ------------------------------------------------------------------------------------------- programs
@@ -255,6 +379,7 @@ class Programs:
     config: ModelConfig
     dtype: jnp.dtype
     params: Params  # shapes, dtypes and shardings
+    heads: HeadParams | None = None  # likewise
     mesh: jax.sharding.Mesh | None = None
     compiled: dict[tuple[Any, ...], Any] = dataclasses.field(default_factory=dict)
     locks: dict[tuple[Any, ...], threading.Lock] = dataclasses.field(default_factory=dict)
@@ -313,21 +438,20 @@ class Programs:
 
         return self._get(("prefill", slots, chunk, fresh), build)
 
-    def run(
-        self, batch: int, slots: int
-    ) -> Callable[[Params, DecodeState, np.int32, np.bool_], tuple[DecodeState, Report]]:
-        """(params, state: donated, max_steps int32, stop_early bool) -> state, report."""
+    def run(self, batch: int, slots: int, plan: Plan) -> Callable[..., tuple[DecodeState, Report]]:
+        """(params, heads, state: donated, max_steps int32, stop_early bool) -> state, report."""
 
         def build() -> Any:
             state = self.state_shape(batch, slots)
-            program = partial(run, config=self.config, shapes=state)
+            program = partial(run, config=self.config, plan=plan, shapes=state)
             out = self._out(state, with_report=True)
             scalars = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
+            heads = None if plan.heads is None else self.heads
             return jax.jit(program, donate_argnames="state", out_shardings=out).lower(
-                self.params, state, *scalars
+                self.params, heads, state, *scalars
             )
 
-        return self._get(("run", batch, slots), build)
+        return self._get(("run", batch, slots, plan), build)
 
     def insert(self, batch: int, slots: int) -> Callable[[DecodeState, np.int32, DecodeState], DecodeState]:
         """(state: donated, row int32, state of one row) -> state."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,13 +14,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from medusa_jax import decode, sharding
-from medusa_jax.config import ModelConfig
+from medusa_jax import backbone, decode, sharding
+from medusa_jax import heads as heads_module
+from medusa_jax.config import MedusaConfig, ModelConfig
+from medusa_jax.decode import Plan
 from medusa_jax.errors import UserError
+from medusa_jax.heads import HeadParams
 from medusa_jax.sampling import SamplingParams, model_defaults, resolve
-from medusa_jax.schedule import Job, Session, decode_batch
+from medusa_jax.schedule import Engine, Job, Session, decode_batch
 from medusa_jax.text import TextStream
-from medusa_jax.weights import checkpoints
+from medusa_jax.tree import Tree
+from medusa_jax.weights import checkpoints, hf, hub
 from medusa_jax.weights.params import abstract_params, load_params
 
 # A prompt: a text (one user message, or the text to continue with `raw`), or chat messages.
@@ -30,7 +36,9 @@ class Stats:
     """How a completion was decoded. Times exclude compilation; in a batch they are the batch's.
 
     tokens_per_second counts prefill and decoding. accepted_by_depth[d] is the number of steps that
-    emitted exactly d guesses besides the step's own token.
+    emitted exactly d guesses besides the step's own token, hits_by_node[n] the number of steps whose
+    emitted path holds node n of the tree. lossy: the acceptance rule does not keep the model's own
+    distribution.
     """
 
     new_tokens: int
@@ -40,6 +48,8 @@ class Stats:
     decode_seconds: float
     tokens_per_second: float
     accepted_by_depth: list[int]
+    hits_by_node: list[int]
+    lossy: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,27 +78,41 @@ class MedusaLM:
         generation_config: Mapping[str, Any],
         dtype: Any = jnp.float32,
         mesh: jax.sharding.Mesh | None = None,
+        heads: tuple[MedusaConfig, HeadParams] | None = None,
+        plan: Plan | None = None,
     ) -> None:
-        """Params are arrays, or only their shapes as long as nothing but compilation is asked for."""
+        """Params are arrays, or only their shapes as long as nothing but compilation is asked for.
+
+        plan: what a step guesses (see `use`); plain decoding without one.
+        """
         self.config = config
         self.tokenizer = tokenizer
         self.mesh = mesh
         self.params = params
+        self.generation_config = dict(generation_config)
         self.end_tokens = end_tokens(generation_config, tokenizer)
         self.defaults = model_defaults(generation_config)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         shapes = sharding.with_shardings(shapes, sharding.param_shardings(shapes, config, mesh))
-        self.programs = decode.Programs(config, jnp.dtype(dtype), shapes, mesh)
+        self.heads = heads
+        head_shapes = None
+        if heads is not None:
+            head_shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), heads[1])
+            placed = sharding.head_shardings(head_shapes, mesh)
+            head_shapes = sharding.with_shardings(head_shapes, placed)
+        self.programs = decode.Programs(config, jnp.dtype(dtype), shapes, head_shapes, mesh)
+        self.plan = plan or Plan.plain()
 
     @classmethod
     def load(
         cls,
         model: str | os.PathLike[str] | None = None,
         heads: str | os.PathLike[str] | None = None,
-        tree: Any = None,
+        tree: Tree | str | os.PathLike[str] | None = None,
         dtype: str | Any | None = None,
         mesh: str | Mapping[str, int] | jax.sharding.Mesh | None = None,
         *,
+        lookup: str | bool = "auto",
         expect: Callable[[MedusaLM], None] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> MedusaLM:
@@ -97,24 +121,76 @@ class MedusaLM:
         dtype: "float32" or "bfloat16"; None gives float32 on a CPU and bfloat16 elsewhere. mesh: as
         "data=2,tensor=4". expect(lm) runs while the weights are being read, for work that needs only
         their shapes: compiling (see `compile_for`). progress(bytes_done, bytes_total) is called as they
-        come. Raises UserError for whatever is wrong with the model's files, and for heads or a tree,
-        which this version does not decode with yet.
+        come. heads: a folder, a file or a hub id, None or "none" for none. tree: what `Tree.parse` takes,
+        or "auto". lookup: "on", "off", or "auto", which is on where there are heads or a tree is named.
+        Without heads, tree or lookup the model decodes plainly. Raises UserError for whatever is wrong with
+        the files or the tree.
         """
-        if heads not in (None, "none") or tree is not None:
-            raise UserError("heads and trees: not yet; this version decodes plainly")
+        if tree is not None and not isinstance(tree, Tree):
+            tree = None if str(tree) == "auto" else Tree.parse(str(tree))
+        if lookup not in ("auto", "on", "off", True, False):
+            raise UserError(f"lookup is {lookup!r}, expected 'auto', 'on' or 'off'")
         checkpoint = checkpoints.open_model(model)
+        opened = None
+        if heads not in (None, "none"):
+            from medusa_jax.weights.head_files import open_heads
+
+            opened = open_heads(
+                heads,
+                hidden_size=checkpoint.config.hidden_size,
+                vocab_size=checkpoint.config.vocab_size,
+            )
         dtype = parse_dtype(dtype)
         mesh = as_mesh(mesh)
         shapes = abstract_params(checkpoint.config, dtype)
+        guessing = None
+        if opened is not None:
+            guessing = opened.config, heads_module.abstract(opened.config, dtype)
         lm = cls(
-            checkpoint.config, shapes, checkpoint.tokenizer(), checkpoint.generation_config(), dtype, mesh
+            checkpoint.config,
+            shapes,
+            checkpoint.tokenizer(),
+            checkpoint.generation_config(),
+            dtype,
+            mesh,
+            guessing,
         )
+        use_lookup = lookup in ("on", True) or (lookup == "auto" and (opened is not None or tree is not None))
+        if tree is None and (opened is not None or use_lookup):
+            tree = default_tree(None if opened is None else opened.config, use_lookup)
+        lm.use(tree, lookup=use_lookup)
         worker = _Background(lambda: expect(lm)) if expect is not None else None
         shardings = sharding.param_shardings(shapes, checkpoint.config, mesh)
         lm.params = load_params(checkpoint.source, checkpoint.config, dtype, shardings, progress)
+        if opened is not None:
+            layers, token_map = opened.read(dtype)
+            table = backbone.unembedding_table(lm.params)
+            made = heads_module.attach(opened.config, layers, table, token_map)
+            lm.heads = opened.config, sharding.place(made, sharding.head_shardings(made, mesh))
         if worker is not None:  # not waited for when loading fails: the error should not wait for a compiler
             worker.join()
         return lm
+
+    def use(self, tree: Tree | None = None, lookup: bool = False) -> None:
+        """Choose what the next steps guess: a tree filled by the heads, if there are any, and by lookup.
+
+        None, or a tree of one node, decodes plainly. Without heads or lookup there is nothing to guess
+        from, and a tree deeper than both reach is cut to what they fill. Raises UserError for the former.
+        """
+        if tree is None or tree.nodes == 1:
+            self.plan = Plan.plain()
+            return
+        if self.heads is None and not lookup:
+            raise UserError("a tree needs guesses: give the model heads, or turn lookup on")
+        config = None if self.heads is None else self.heads[0]
+        if not lookup and config is not None:
+            tree = tree.cut(config.num_heads)
+        self.plan = Plan(tree, config, lookup)
+
+    @property
+    def engine(self) -> Engine:
+        """Programs, arrays and plan, as the scheduler takes them."""
+        return Engine(self.programs, self.params, None if self.heads is None else self.heads[1], self.plan)
 
     def encode(self, prompt: Prompt, system: str | None = None, raw: bool = False) -> list[int]:
         """The ids of a prompt: through the chat template, or as it is (`raw`).
@@ -174,11 +250,11 @@ class MedusaLM:
     def compile_for(self, jobs: Sequence[Job], batch_size: int = 1, *, streaming: bool = False) -> None:
         """Compile, on several threads, every program that these jobs need (those not compiled yet)."""
         batch, slots = self._sizes(jobs, batch_size)
-        tasks: list[Callable[[], Any]] = [lambda: self.programs.run(batch, slots)]
+        tasks: list[Callable[[], Any]] = [lambda: self.programs.run(batch, slots, self.plan)]
         chunks = {}
         for job in jobs:
             chunks.setdefault(decode.chunk_for(len(job.prompt_ids)), job)
-        session = Session(self.programs, self.params, slots)
+        session = Session(self.engine, slots)
         for job in chunks.values():
             tasks.append(lambda job=job: session.compile(len(job.prompt_ids), 0))
         longest = max(jobs, key=lambda job: len(job.prompt_ids))
@@ -198,7 +274,7 @@ class MedusaLM:
             batch = decode.bucket(batch, 1)
             data = self.mesh.shape["data"] if self.mesh is not None else 1
             batch = -(-batch // data) * data
-        slots = max(decode.slots_for(0, len(job.prompt_ids), job.limit) for job in jobs)
+        slots = max(self.engine.slots_for(0, len(job.prompt_ids), job.limit) for job in jobs)
         return batch, slots
 
     def generate(
@@ -246,9 +322,9 @@ class MedusaLM:
         self.compile_for(jobs, batch_size)
         index_of = {id(job): index for index, job in enumerate(jobs)}
         done: dict[int, Completion] = {}
-        for job in decode_batch(self.programs, self.params, jobs, batch, slots):
+        for job in decode_batch(self.engine, jobs, batch, slots):
             index = index_of[id(job)]
-            done[index] = completion(prompts[index], job)
+            done[index] = completion(prompts[index], job, self.plan)
             if on_done is not None:
                 on_done(index, done[index])
         return [done[index] for index in range(len(jobs))]
@@ -269,15 +345,60 @@ class MedusaLM:
         self.compile_for([job], streaming=True)
         yield from filter(None, self.session([job]).stream(job))
 
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the model as a Hugging Face folder (weights, configuration, tokenizer), without the heads.
+
+        Raises UserError when the folder exists and is not empty, or cannot be written.
+        """
+        hf.save_pretrained(Path(folder), self.params, self.config, self.tokenizer, self.generation_config)
+
     def session(self, jobs: Sequence[Job]) -> Session:
         """A row of its own that keeps its cache, large enough for these jobs; it grows when it must."""
-        return Session(self.programs, self.params, self._sizes(jobs, 1)[1])
+        return Session(self.engine, self._sizes(jobs, 1)[1])
 
 
-def completion(prompt: Prompt, job: Job) -> Completion:
+# Rank accuracies of published heads (Vicuna-7B, five heads, ranks 0 to 4, from the first implementation's
+# training log), until a calibration replaces them.
+_PUBLISHED_RATES = (
+    (0.560, 0.112, 0.055, 0.033, 0.020),
+    (0.316, 0.108, 0.061, 0.043, 0.034),
+    (0.201, 0.087, 0.060, 0.035, 0.034),
+    (0.147, 0.078, 0.047, 0.039, 0.029),
+    (0.118, 0.069, 0.048, 0.037, 0.028),
+)
+_LOOKUP_DEPTH, _LOOKUP_RATE = 7, 0.1  # a match is rare but goes on for long; not measured
+
+
+def default_tree(config: MedusaConfig | None, lookup: bool) -> Tree:
+    """A tree for heads and lookup that nothing is known about: 8 nodes on a CPU, where each costs, else 64.
+
+    Without heads it is lookup's chain.
+    """
+    if config is None:
+        return Tree.chain(_LOOKUP_DEPTH)
+    depth = min(config.num_heads, len(_PUBLISHED_RATES))
+    rates = {
+        path: math.prod(_PUBLISHED_RATES[d][rank] for d, rank in enumerate(path))
+        for length in range(1, depth + 1)
+        for path in itertools.product(range(5), repeat=length)
+    }
+    if lookup:
+        for length in range(1, _LOOKUP_DEPTH + 1):
+            rates[(0,) * length] = max(rates.get((0,) * length, 0.0), _LOOKUP_RATE)
+    return Tree.grow(rates, 8 if jax.default_backend() == "cpu" else 64)
+
+
+def completion(prompt: Prompt, job: Job, plan: Plan) -> Completion:
     """The result of a finished job. `prompt` is given back as text: of messages, the last user's."""
     assert job.finish_reason is not None
     new, seconds = len(job.token_ids), job.prefill_seconds + job.decode_seconds
+    tree, steps = plan.tree, job.accepted()
+    by_depth, hits = [0] * (tree.max_depth + 1), [0] * tree.nodes
+    for node, guesses in steps:
+        by_depth[guesses] += 1
+        for visited in tree.node_paths[node][: guesses + 1]:
+            hits[visited] += 1
+    sampled = plan.tree.nodes > 1 and bool(job.params.temperature)
     return Completion(
         prompt=prompt_text(prompt),
         text="".join(job.pieces),
@@ -285,12 +406,14 @@ def completion(prompt: Prompt, job: Job) -> Completion:
         finish_reason=job.finish_reason,
         stats=Stats(
             new_tokens=new,
-            steps=job.steps,
-            tokens_per_step=new / job.steps if job.steps else 0.0,
+            steps=len(steps),
+            tokens_per_step=new / len(steps) if steps else 0.0,
             prefill_seconds=job.prefill_seconds,
             decode_seconds=job.decode_seconds,
             tokens_per_second=new / seconds if seconds else 0.0,
-            accepted_by_depth=[job.steps],
+            accepted_by_depth=by_depth,
+            hits_by_node=hits,
+            lossy=sampled and job.params.acceptance == "typical",
         ),
     )
 
@@ -377,8 +500,9 @@ class _Background:
             raise self._error
 
 
-def enable_compilation_cache(folder: Path) -> None:
-    """Keep compiled programs in `folder`, so that the next start does not compile them again."""
+def enable_compilation_cache(folder: str | os.PathLike[str] | None = None) -> None:
+    """Keep compiled programs in `folder` (default: the user's cache), so that the next start finds them."""
+    folder = hub.cache_dir() / "xla" if folder is None else Path(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -31,6 +31,9 @@ class SamplingParams:
     repetition_penalty: float | None = None  # built-in default 1: off
     seed: int = 0
     stop: tuple[str, ...] = ()
+    acceptance: str = "exact"  # or "rejection", "typical" (lossy): how guesses are judged above temperature 0
+    epsilon: float = 0.09  # typical: a guess this probable is always accepted
+    delta: float = 0.3  # typical: share of exp(-entropy) that suffices
 
 
 DEFAULTS: dict[str, Any] = {
@@ -53,7 +56,18 @@ _CHECKS: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
     "min_p": (_NUMBER, lambda x: 0 <= x <= 1, "a number from 0 to 1 (0: off)"),
     "repetition_penalty": (_NUMBER, lambda x: 0 < x < math.inf, "a finite number above 0 (1: off)"),
     "seed": (_INTEGER, lambda x: 0 <= x < 2**32, "an integer from 0 to 2**32 - 1"),
+    "epsilon": (_NUMBER, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
+    "delta": (_NUMBER, lambda x: 0 <= x < math.inf, "a finite number of at least 0"),
 }
+
+
+# How a row's guesses are judged (see verify.py), as traced values.
+EXACT, REJECTION, TYPICAL = 0, 1, 2
+ACCEPTANCE = {"exact": EXACT, "rejection": REJECTION, "typical": TYPICAL}
+
+# Independent streams of noise. Sharing one between the drawing of guesses and their acceptance would bias
+# the result of `rejection`; `exact` ranks guesses and chooses under the same noise on purpose.
+CHOICE_STREAM, DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM = 0, 1, 2, 3
 
 
 def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,6 +100,8 @@ def resolve(params: SamplingParams, defaults: Mapping[str, Any]) -> SamplingPara
         value = getattr(params, name)
         if isinstance(value, bool) or not isinstance(value, kinds) or not good(value):
             raise UserError(f"{name} is {value!r}, expected {expected}")
+    if params.acceptance not in ACCEPTANCE:
+        raise UserError(f"acceptance is {params.acceptance!r}, expected one of {', '.join(ACCEPTANCE)}")
     for text in stop:
         if not isinstance(text, str) or not text:
             raise UserError(f"stop holds {text!r}, expected non-empty strings")
@@ -102,6 +118,9 @@ class RowSampling:
     min_p: jax.Array  # [B] float32, 0: off
     repetition_penalty: jax.Array  # [B] float32, 1: off
     seed: jax.Array  # [B] uint32
+    acceptance: jax.Array  # [B] int32: EXACT, REJECTION or TYPICAL
+    epsilon: jax.Array  # [B] float32, typical
+    delta: jax.Array  # [B] float32, typical
 
     @classmethod
     def greedy(cls, batch: int) -> RowSampling:
@@ -113,6 +132,9 @@ class RowSampling:
             min_p=jnp.zeros((batch,), jnp.float32),
             repetition_penalty=jnp.ones((batch,), jnp.float32),
             seed=jnp.zeros((batch,), jnp.uint32),
+            acceptance=jnp.full((batch,), EXACT, jnp.int32),
+            epsilon=jnp.full((batch,), 0.09, jnp.float32),
+            delta=jnp.full((batch,), 0.3, jnp.float32),
         )
 
 
@@ -169,13 +191,27 @@ def filter_logits(logits: jax.Array, rows: RowSampling) -> jax.Array:
     return jax.lax.cond(jnp.any(rows.min_p > 0), min_p, same, logits)
 
 
-def gumbel(seeds: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
+def _key(seed: jax.Array, position: jax.Array, stream: int) -> jax.Array:
+    key = jax.random.fold_in(jax.random.key(seed), position)
+    return key if stream == CHOICE_STREAM else jax.random.fold_in(key, stream)
+
+
+def gumbel(seeds: jax.Array, positions: jax.Array, vocab_size: int, stream: int = CHOICE_STREAM) -> jax.Array:
     """Gumbel noise [B, N, V] float32, a function of (seeds [B], absolute position of the token [B, N])."""
 
     def one(seed: jax.Array, position: jax.Array) -> jax.Array:
-        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab_size,))
+        return jax.random.gumbel(_key(seed, position, stream), (vocab_size,))
 
     return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(seeds, positions)
+
+
+def uniform(seeds: jax.Array, positions: jax.Array, count: int) -> jax.Array:
+    """Uniform numbers [B, count] in [0, 1) for accepting guesses at positions [B]."""
+
+    def one(seed: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.uniform(_key(seed, position, ACCEPT_STREAM), (count,))
+
+    return jax.vmap(one)(seeds, positions)
 
 
 def penalise(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
@@ -196,18 +232,16 @@ def history_mask(tokens: jax.Array, known: jax.Array, vocab_size: int) -> jax.Ar
     return jax.vmap(lambda row, at: row.at[at].set(True, mode="drop"))(empty, targets)
 
 
-def node_history(text: jax.Array, nodes: jax.Array, ancestors: jax.Array) -> jax.Array:
-    """[B, N, V] bool: the tokens of each node's own text.
+def temper(logits: jax.Array, rows: RowSampling) -> jax.Array:
+    """logits [B, N, V] divided by the temperature; those of greedy rows as they are."""
+    return logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None, None]
 
-    text [B, V]: the tokens before the nodes; nodes [B, N]: theirs; ancestors [N, N] bool: whether node j
-    is node i or above it.
-    """
-    B, N = nodes.shape
-    V = text.shape[1]
-    # One write for each pair of a node and an ancestor; the other pairs go outside the table and are dropped.
-    targets = jnp.where(ancestors[None], nodes[:, None, :], V)  # [B, N, N]
-    table = jnp.broadcast_to(text[:, None], (B, N, V))
-    return jax.vmap(jax.vmap(lambda row, at: row.at[at].set(True, mode="drop")))(table, targets)
+
+def pick(logits: jax.Array, tempered: jax.Array, rows: RowSampling, noise: jax.Array) -> jax.Array:
+    """The choice [B, N] under noise [B, N, V]: arg-max(log p + g), of greedy rows the likeliest token."""
+    noisy = filter_logits(tempered, rows) + noise
+    best = jnp.where((rows.temperature > 0)[:, None], jnp.argmax(noisy, axis=-1), jnp.argmax(logits, axis=-1))
+    return best.astype(jnp.int32)
 
 
 def choose(
@@ -215,8 +249,8 @@ def choose(
 ) -> jax.Array:
     """The model's choice [B, N] of the token at `positions` [B, N], from logits [B, N, V].
 
-    seen() gives the tokens [B, N, V] bool that the repetition penalty counts as used: each node's own
-    text. Work that no row of the batch asks for, this one too, is branched over at run time.
+    seen() gives the tokens [B, N, V] bool that the repetition penalty counts as used. Work that no row of
+    the batch asks for, this one too, is branched over at run time.
     """
     V = logits.shape[-1]
 
@@ -228,10 +262,7 @@ def choose(
 
     def elaborate(logits: jax.Array) -> jax.Array:
         logits = jax.lax.cond(jnp.any(rows.repetition_penalty != 1), penalised, lambda x: x, logits)
-        warm = rows.temperature > 0
-        scaled = logits / jnp.where(warm, rows.temperature, 1.0)[:, None, None]
-        noisy = filter_logits(scaled, rows) + gumbel(rows.seed, positions, V)
-        return jnp.where(warm[:, None], greedy(noisy), greedy(logits))
+        return pick(logits, temper(logits, rows), rows, gumbel(rows.seed, positions, V))
 
     plain = jnp.all((rows.temperature == 0) & (rows.repetition_penalty == 1))
     return jax.lax.cond(plain, greedy, elaborate, logits)

@@ -16,8 +16,9 @@ import jax
 import numpy as np
 
 from medusa_jax import decode
-from medusa_jax.decode import DecodeState, Programs, Report
-from medusa_jax.sampling import RowSampling, SamplingParams
+from medusa_jax.decode import DecodeState, Plan, Programs, Report
+from medusa_jax.heads import HeadParams
+from medusa_jax.sampling import ACCEPTANCE, RowSampling, SamplingParams
 from medusa_jax.text import TextStream
 
 STOP_STRING_STEPS = 16  # steps between two looks of the host when stop strings are set
@@ -36,7 +37,9 @@ class Job:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     pieces: list[str] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
-    steps: int = 0
+    # For every token of token_ids: the deepest node that was emitted in the step that began with it, -1 for
+    # a guess.
+    step_nodes: list[int] = dataclasses.field(default_factory=list)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     prefilled_tokens: int = 0  # prompt tokens that were not in the cache already
@@ -64,43 +67,74 @@ class Job:
                 min_p=one(p.min_p, np.float32),
                 repetition_penalty=one(p.repetition_penalty, np.float32),
                 seed=one(p.seed, np.uint32),
+                acceptance=one(ACCEPTANCE[p.acceptance], np.int32),
+                epsilon=one(p.epsilon, np.float32),
+                delta=one(p.delta, np.float32),
             ),
             end_tokens=ends,  # type: ignore[arg-type]
         )
 
     def take(self, report: Report, row: int) -> str:
         """Take what a run added to this job's row; returns the new text and finishes the job if it ended."""
-        known, steps = int(report.known[row]), int(report.steps[row])
+        known = int(report.known[row])
         start = len(self.prompt_ids) + len(self.token_ids)
         added = ""
         for token in np.asarray(report.tokens[row])[start:known].tolist():
             piece = self.text_stream.push(token)
             added += piece
             if self.text_stream.stopped:  # the token that completes a stop string is not part of the answer
-                # Steps past the stop string are discarded with their tokens; a plain step gives one token.
-                self.steps = len(self.token_ids)
-                return self._finish("stop", added)
+                break
             self.token_ids.append(token)
-        self.steps = steps
-        if not bool(report.active[row]):
+        # Read anew from the beginning: the step of the last root was not made when it was seen first.
+        first = len(self.prompt_ids)
+        self.step_nodes = np.asarray(report.step_nodes[row])[first : first + len(self.token_ids)].tolist()
+        if self.text_stream.stopped:
+            self.finish_reason = "stop"
+        elif not bool(report.active[row]):
+            added += self.text_stream.finish()
             ended = bool(self.token_ids) and self.token_ids[-1] in self.end_tokens
-            rest = self.text_stream.finish()
-            return self._finish("stop" if ended or self.text_stream.stopped else "length", added + rest)
+            self.finish_reason = "stop" if ended or self.text_stream.stopped else "length"
         self.pieces.append(added)
         return added
 
-    def _finish(self, reason: str, added: str) -> str:
-        self.finish_reason = reason
-        self.pieces.append(added)
-        return added
+    def accepted(self) -> list[tuple[int, int]]:
+        """For each step the deepest node that was emitted, and how many guesses stand in the answer.
+
+        Guesses behind a stop string are not counted.
+        """
+        roots = [i for i, node in enumerate(self.step_nodes) if node != decode.NO_ROOT]
+        ends = [*roots, len(self.token_ids)][1:]
+        return [(self.step_nodes[at], end - at - 1) for at, end in zip(roots, ends, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """A model's programs and arrays, and what a step guesses."""
+
+    programs: Programs
+    params: Any
+    heads: HeadParams | None
+    plan: Plan
+
+    def run(
+        self, state: DecodeState, max_steps: int | np.int32, stop_early: bool = False
+    ) -> tuple[DecodeState, Report]:
+        """`decode.run` on a state, which is donated."""
+        batch, slots = state.tokens.shape
+        program = self.programs.run(batch, slots, self.plan)
+        heads = None if self.plan.heads is None else self.heads
+        return program(self.params, heads, state, np.int32(max_steps), np.bool_(stop_early))
+
+    def slots_for(self, cached: int, unread: int, limit: int) -> int:
+        """See `decode.slots_for`."""
+        return decode.slots_for(cached, unread, limit, self.plan.tree.max_depth)
 
 
 @dataclasses.dataclass
 class Session:
     """One row and the text that its cache holds; a next text that begins the same reads only the rest."""
 
-    programs: Programs
-    params: Any
+    engine: Engine
     slots: int
     state: DecodeState | None = None
     text: list[int] = dataclasses.field(default_factory=list)  # tokens known to the state
@@ -108,12 +142,13 @@ class Session:
 
     def compile(self, unread: int, cached: int) -> None:
         """Have every program that reading `unread` new tokens needs; timings leave compilation out."""
-        self.programs.empty(1, self.slots)
-        self.programs.start(self.slots)
+        programs = self.engine.programs
+        programs.empty(1, self.slots)
+        programs.start(self.slots)
         chunk = decode.chunk_for(unread)
-        self.programs.prefill(self.slots, chunk, fresh=cached == 0)
+        programs.prefill(self.slots, chunk, fresh=cached == 0)
         if unread > chunk:
-            self.programs.prefill(self.slots, chunk, fresh=False)
+            programs.prefill(self.slots, chunk, fresh=False)
 
     def prefill(self, job: Job) -> Report:
         """Read the job's prompt; the report holds its first token."""
@@ -121,20 +156,22 @@ class Session:
             self.forget()  # an interrupt came between a donation and its result
         reuse = self._reusable(job.prompt_ids)
         unread = len(job.prompt_ids) - reuse
-        needed = decode.slots_for(reuse, unread, job.limit)
+        programs = self.engine.programs
+        needed = self.engine.slots_for(reuse, unread, job.limit)
         if needed > self.slots:
             if self.state is not None:
-                self.state = self.programs.grow(self.slots, needed)(self.state)
+                self.state = programs.grow(self.slots, needed)(self.state)
             self.slots = needed
         self.compile(unread, reuse)
         began = time.perf_counter()
         if self.state is None:
-            self.state = self.programs.empty(1, self.slots)()
-        state = self.programs.start(self.slots)(self.state, job.request(self.slots, reuse))
+            self.state = programs.empty(1, self.slots)()
+        state = programs.start(self.slots)(self.state, job.request(self.slots, reuse))
         chunk = decode.chunk_for(unread)
         report: Any = None
         for at in range(reuse, len(job.prompt_ids), chunk):
-            state, report = self.programs.prefill(self.slots, chunk, fresh=at == 0)(self.params, state)
+            program = programs.prefill(self.slots, chunk, fresh=at == 0)
+            state, report = program(self.engine.params, state)
         self.state = state
         report = jax.device_get(report)
         job.prefill_seconds = time.perf_counter() - began
@@ -159,11 +196,11 @@ class Session:
     def stream(self, job: Job) -> Iterator[str]:
         """Decode one job, yielding its text step by step (a step's text may be empty)."""
         report = self.prefill(job)
-        run = self.programs.run(1, self.slots)
+        self.engine.programs.run(1, self.slots, self.engine.plan)  # compiled before the clock runs
         began = time.perf_counter()
         assert self.state is not None
         # One step is in flight while the host turns the one before into text. Past the end it does nothing.
-        self.state, ahead = run(self.params, self.state, np.int32(1), np.bool_(False))
+        self.state, ahead = self.engine.run(self.state, 1)
         while True:
             piece = job.take(report, 0)
             job.decode_seconds = time.perf_counter() - began
@@ -171,22 +208,21 @@ class Session:
             if job.finish_reason is not None:
                 break
             report = ahead
-            self.state, ahead = run(self.params, self.state, np.int32(1), np.bool_(False))
+            self.state, ahead = self.engine.run(self.state, 1)
             report = jax.device_get(report)
             self._remember(report)
         self._remember(jax.device_get(ahead))
 
 
-def decode_batch(
-    programs: Programs, params: Any, jobs: Sequence[Job], batch: int, slots: int
-) -> Iterator[Job]:
+def decode_batch(engine: Engine, jobs: Sequence[Job], batch: int, slots: int) -> Iterator[Job]:
     """Decode all jobs, up to `batch` at a time, yielding each when it is finished.
 
     A row that ends is refilled from the queue at once; the other rows go on untouched. A prompt is always
     read from its beginning here: a result must not depend on its neighbours.
     """
+    programs = engine.programs
     waiting = deque(jobs)
-    reader = Session(programs, params, slots)  # prompts are read one at a time, then put into their row
+    reader = Session(engine, slots)  # prompts are read one at a time, then put into their row
     state = programs.empty(batch, slots)() if batch > 1 else None
     rows: list[Job | None] = [None] * batch
     while True:
@@ -208,9 +244,8 @@ def decode_batch(
         if not live or state is None:
             return
         most = STOP_STRING_STEPS if any(job.params.stop for job in live.values()) else UNBOUNDED
-        run = programs.run(batch, slots)
         began = time.perf_counter()
-        state, report = run(params, state, np.int32(most), np.bool_(bool(waiting)))
+        state, report = engine.run(state, most, bool(waiting))
         report = jax.device_get(report)
         elapsed = time.perf_counter() - began
         keep = np.ones((batch,), bool)

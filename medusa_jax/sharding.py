@@ -8,6 +8,7 @@ of parameters and state: two all-reduces a layer and one for the embedding.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,6 +38,17 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"model/layers_\d+/mlp/down_proj/bias", (None,)),
     (r"model/layers_\d+/(input|post_attention)_layernorm/weight", (None,)),
     (r"model/norm/weight", (None,)),
+)
+
+# Heads: residual layers by input column (one all-reduce each), unembeddings by vocabulary row.
+HEAD_RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    (r"layers/weight", (None, None, "fsdp", "tensor")),
+    (r"layers/bias", (None, None, None)),
+    (r"layers/mixer_\d+_weight", ("fsdp", "tensor")),
+    (r"layers/mixer_\d+_bias", (None,)),
+    (r"layers/unembedding", (None, "tensor", "fsdp")),
+    (r"token_map", (None,)),
+    (r"table", ("tensor", "fsdp")),
 )
 
 
@@ -82,10 +94,18 @@ def spec_for(path: str, shape: tuple[int, ...], config: ModelConfig, mesh: Mesh)
 
     Raises UserError when a dimension does not divide over its axis.
     """
-    matches = [spec for pattern, spec in RULES if re.fullmatch(pattern, path)]
+    axes = [heads_axis(config, mesh) if axis == "heads" else axis for axis in _rule(path, RULES)]
+    return _checked(path, shape, axes, mesh)
+
+
+def _rule(path: str, rules: tuple[tuple[str, tuple[str | None, ...]], ...]) -> tuple[str | None, ...]:
+    matches = [spec for pattern, spec in rules if re.fullmatch(pattern, path)]
     if len(matches) != 1:
         raise ValueError(f"sharding: {len(matches)} rules match the parameter path {path!r}, expected one")
-    axes = [heads_axis(config, mesh) if axis == "heads" else axis for axis in matches[0]]
+    return matches[0]
+
+
+def _checked(path: str, shape: tuple[int, ...], axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
     if len(axes) != len(shape):
         raise ValueError(
             f"sharding: the rule for {path!r} has {len(axes)} dimensions, the array {len(shape)}"
@@ -109,6 +129,23 @@ def param_shardings(params: Any, config: ModelConfig, mesh: Mesh | None) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: NamedSharding(mesh, spec_for(path_string(path), leaf.shape, config, mesh)), params
     )
+
+
+def head_shardings(heads: Any, mesh: Mesh | None) -> Any:
+    """The sharding of every array of a `HeadParams` (None without a mesh), from shapes or arrays."""
+    if mesh is None:
+        return None
+
+    def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        name = path_string(path)
+        return NamedSharding(mesh, _checked(name, leaf.shape, _rule(name, HEAD_RULES), mesh))
+
+    return jax.tree_util.tree_map_with_path(one, heads)
+
+
+def place(arrays: Any, shardings: Any) -> Any:
+    """The arrays on their devices; on the default one without shardings."""
+    return jax.device_put(arrays) if shardings is None else jax.device_put(arrays, shardings)
 
 
 def state_shardings(state: Any, config: ModelConfig, mesh: Mesh | None) -> Any:

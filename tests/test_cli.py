@@ -31,6 +31,8 @@ STATS = [
     "decode_seconds",
     "tokens_per_second",
     "accepted_by_depth",
+    "hits_by_node",
+    "lossy",
 ]
 PROMPTS = ["What is the answer?", "Hello!", "Rain falls", "the dog", "How are you?"]  # the second ends first
 
@@ -62,11 +64,12 @@ def command(folder, loaded, capsys, monkeypatch):
     """Runs the command as `cli.main` does. A model is loaded once and used again."""
     load = MedusaLM.load
 
-    def load_once(model, *, dtype, mesh, expect, progress):
-        if (model, dtype) not in loaded:
-            loaded[model, dtype] = load(model, dtype=dtype, mesh=mesh)
-        expect(loaded[model, dtype])
-        return loaded[model, dtype]
+    def load_once(model, *, dtype, mesh, expect, progress, **guesses):
+        key = (model, dtype, *guesses.values())
+        if key not in loaded:
+            loaded[key] = load(model, dtype=dtype, mesh=mesh, **guesses)
+        expect(loaded[key])
+        return loaded[key]
 
     def run(*argv: str, stdin: bytes | None = None, model: Path | None = None) -> Result:
         text = io.TextIOWrapper(io.BytesIO(stdin or b""), encoding="utf-8")
@@ -77,7 +80,7 @@ def command(folder, loaded, capsys, monkeypatch):
         return Result(status, *capsys.readouterr())
 
     monkeypatch.setattr(MedusaLM, "load", load_once)
-    monkeypatch.setattr(library, "enable_compilation_cache", lambda folder: None)
+    monkeypatch.setattr(library, "enable_compilation_cache", lambda: None)
     return run
 
 
@@ -304,15 +307,30 @@ def test_a_stop_string_at_once_gives_an_empty_answer(command):
         (["--temp", "1"], "unrecognized arguments"),  # no guessing what a flag may mean
         (["--prompts", "file.jsonl"], "--prompt and --prompts exclude each other"),
         (["--raw", "--system", "Be brief."], "system: a raw prompt has no system message"),
-        (["--heads", "medusa"], "--heads: not yet"),
-        (["--tree", "2x3"], "--tree: not yet"),
-        (["--lookup", "on"], "--lookup: not yet"),
-        (["--acceptance", "typical"], "--acceptance: not yet"),
+        (["--tree", "2x0"], "width 0 is not between"),
+        (["--tree", "nothing"], "neither widths"),
+        (["--tree", "2x3", "--lookup", "off"], "a tree needs guesses"),
+        (["--epsilon", "2"], "epsilon is 2.0"),
+        (["--delta", "-1"], "delta is -1.0"),
         (["--acceptance", "wrong"], "--acceptance"),
     ],
 )
 def test_a_wrong_flag(command, flags, fragment):
     check_mistake(command("--prompt", "Hello!", *flags), fragment)
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temperature", "0.9", "--seed", "3")])
+def test_lookup_gives_the_plain_text_in_fewer_steps(command, sampling):
+    flags = ("--prompt", "Rain " * 8, "--max-new-tokens", "60", "--json", *sampling)
+    plain = json.loads(command(*flags).out)
+    fast = json.loads(command(*flags, "--lookup", "on", "--tree", "1x1x1").out)
+    assert fast["token_ids"] == plain["token_ids"]
+    assert fast["text"] == plain["text"]
+    stats = fast["stats"]
+    assert len(stats["accepted_by_depth"]) == len(stats["hits_by_node"]) == 4
+    assert stats["hits_by_node"][0] == stats["steps"]
+    if not sampling:  # this model repeats itself when greedy, which lookup guesses
+        assert stats["steps"] < 40
 
 
 def test_plain_overrides_the_flags_of_medusa(command):

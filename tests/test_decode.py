@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,9 @@ def reference(lm, prompt_ids, params: SamplingParams):
         min_p=jnp.array([params.min_p], jnp.float32),
         repetition_penalty=jnp.array([params.repetition_penalty], jnp.float32),
         seed=jnp.array([params.seed], jnp.uint32),
+        acceptance=jnp.zeros(1, jnp.int32),
+        epsilon=jnp.zeros(1),
+        delta=jnp.zeros(1),
     )
     size = 128
 
@@ -222,7 +226,7 @@ def test_commit_equals_numpy(with_path):
 
 
 def test_a_session_reads_only_what_is_new(lm):
-    session = schedule.Session(lm.programs, lm.params, 128)
+    session = schedule.Session(lm.engine, 128)
     first = lm.job(ids(lm, "A leap year has one day more"), SamplingParams(max_new_tokens=10))
     list(session.stream(first))
     assert first.prefilled_tokens == len(first.prompt_ids)
@@ -233,19 +237,19 @@ def test_a_session_reads_only_what_is_new(lm):
     assert second.prefilled_tokens == len(longer) - (len(first.prompt_ids) + len(first.token_ids) - 1)
     assert session.slots > 128  # the cache grew on the way
     fresh = lm.job(longer, SamplingParams(max_new_tokens=120))
-    list(schedule.Session(lm.programs, lm.params, 256).stream(fresh))
+    list(schedule.Session(lm.engine, 256).stream(fresh))
     assert second.token_ids == fresh.token_ids
     other = lm.job(ids(lm, "A leap day"), SamplingParams(max_new_tokens=5))  # shares a beginning only
     list(session.stream(other))
     assert other.prefilled_tokens < len(other.prompt_ids)
     fresh = lm.job(ids(lm, "A leap day"), SamplingParams(max_new_tokens=5))
-    list(schedule.Session(lm.programs, lm.params, 128).stream(fresh))
+    list(schedule.Session(lm.engine, 128).stream(fresh))
     assert other.token_ids == fresh.token_ids
 
 
 def test_a_session_survives_a_lost_state(lm):
     """An interrupt between the donation of a state and its result leaves a deleted buffer behind."""
-    session = schedule.Session(lm.programs, lm.params, 128)
+    session = schedule.Session(lm.engine, 128)
     job = lm.job(ids(lm, "Rain falls"), SamplingParams(max_new_tokens=6))
     list(session.stream(job))
     jax.tree.map(lambda leaf: leaf.delete(), session.state)
@@ -256,7 +260,7 @@ def test_a_session_survives_a_lost_state(lm):
 
 
 def test_the_state_is_updated_in_place(lm):
-    compiled = lm.programs.run(4, 256)
+    compiled = lm.programs.run(4, 256, lm.plan)
     layer = 4 * lm.config.num_key_value_heads * 256 * lm.config.head_dim * 4
     caches = 2 * lm.config.num_hidden_layers * layer
     analysis = compiled.memory_analysis()
@@ -297,8 +301,8 @@ def test_buckets(n, least, expected):
 def test_no_write_reaches_past_the_end():
     for cached in (0, 1, 100, 511):
         for unread in (1, 15, 17, 100, 511, 512, 513, 2000):
-            for limit in (cached + unread + 1, cached + unread + 300):
-                chunk, slots = decode.chunk_for(unread), decode.slots_for(cached, unread, limit)
+            for limit, depth in itertools.product((cached + unread + 1, cached + unread + 300), (0, 4, 15)):
+                chunk, slots = decode.chunk_for(unread), decode.slots_for(cached, unread, limit, depth)
                 last = cached + (unread - 1) // chunk * chunk
                 assert last + chunk <= slots
-                assert limit < slots
+                assert limit + depth < slots

@@ -413,7 +413,7 @@ def filter_rows(sets: list[dict[str, float]]) -> sampling.RowSampling:
     full = [FILTER_DEFAULTS | chosen for chosen in sets]
     columns = {name: jnp.asarray([p[name] for p in full], jnp.float32) for name in FILTER_DEFAULTS}
     columns["top_k"] = columns["top_k"].astype(jnp.int32)
-    return sampling.RowSampling(**columns, seed=jnp.zeros((len(sets),), jnp.uint32))
+    return dataclasses.replace(sampling.RowSampling.greedy(len(sets)), **columns)
 
 
 @jax.jit

@@ -78,7 +78,7 @@ def collectives(compiled):
 
 def test_a_tensor_parallel_step_reduces_twice_a_layer_and_gathers_no_weights():
     lm = sharded(tiny.lm(**(SIZES | {"hidden_size": 256})), "tensor=4")
-    found = collectives(lm.programs.run(1, 128))
+    found = collectives(lm.programs.run(1, 128, lm.plan))
     assert found == {"all-reduce": 2 * lm.config.num_hidden_layers + 1}
 
 

@@ -1,0 +1,184 @@
+"""Candidates: one ranked list for each inner node of a tree, from heads and from lookup.
+
+The lists of one depth are made together, from the tokens of the depth above. Independent heads give all
+parents of a depth the same list, conditioned heads one to each; lookup puts its token first in the lists
+along the tree's spine (the path of all first ranks), without repeating it.
+
+Shapes: B batch, N nodes, n parents of one depth, R ranks, V vocabulary, V' tokens that the heads score.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from medusa_jax import heads
+from medusa_jax.config import MedusaConfig
+from medusa_jax.tree import Tree
+
+EMPTY = -1  # the token of a node that has none; it never matches and is never used as an index
+BLOCK = 64  # vocabulary entries that `top_k` looks at together
+MATCHES = (2, 5)  # shortest and longest run of tokens that lookup compares
+
+
+@flax.struct.dataclass
+class Draft:
+    """What was proposed. Lists and scores are those of the inner nodes, several of which may share one.
+
+    `Layout` says which list and which scores a node's children were taken from.
+    """
+
+    tokens: jax.Array  # [B, N] int32: the tree, EMPTY at empty nodes
+    lists: jax.Array  # [B, lists, R] int32, EMPTY where a list is shorter
+    certain: jax.Array  # [B, lists] bool: the first entry is lookup's, not drawn from the heads
+    scores: jax.Array  # [B, scores, V'] float32: log q up to a constant, at the row's temperature
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the lists of a tree's depths stand in a `Draft`; static."""
+
+    parents: tuple[np.ndarray, ...]  # by depth (from 0): the nodes there that have children
+    list_of: np.ndarray  # [N] the list of each node's children (0 for leaves)
+    scores_of: np.ndarray  # [N] the scores behind that list, -1 without heads
+
+    @classmethod
+    def of(cls, tree: Tree, config: MedusaConfig | None) -> Layout:
+        """The layout of a tree filled by these heads."""
+        list_of, scores_of = np.zeros(tree.nodes, np.int32), np.full(tree.nodes, -1, np.int32)
+        parents, lists, scores = [], 0, 0
+        for depth in range(tree.max_depth):
+            here = np.unique(tree.parent[tree.depth == depth + 1])
+            parents.append(here)
+            list_of[here] = lists + np.arange(len(here))
+            lists += len(here)
+            if config is not None and depth < config.num_heads:
+                scores_of[here] = scores + (np.arange(len(here)) if config.conditioned else 0)
+                scores += len(here) if config.conditioned else 1
+        return cls(tuple(parents), list_of, scores_of)
+
+
+def top_k(scores: jax.Array, k: int) -> jax.Array:
+    """Indices [..., min(k, V)] of the largest of scores [..., V], largest first, of equal ones the first.
+
+    The k largest lie in the k blocks with the largest maxima, so only those are searched: a top-k over a
+    whole vocabulary is a full sort on TPU, and a gather of all scores where the vocabulary is sharded.
+    """
+    V = scores.shape[-1]
+    count = -(-V // BLOCK)
+    if count <= k:
+        return jax.lax.top_k(scores, min(k, V))[1]
+    widths = [(0, 0)] * (scores.ndim - 1) + [(0, count * BLOCK - V)]
+    padded = jnp.pad(scores, widths, constant_values=-jnp.inf)
+    blocks = padded.reshape(*scores.shape[:-1], count, BLOCK)
+    # In their own order, so that of equal scores the first is found, and the padding last: it is never used.
+    best = jnp.sort(jax.lax.top_k(jnp.max(blocks, axis=-1), k)[1], axis=-1)  # [..., k]
+    inside = jnp.take_along_axis(blocks, best[..., None], axis=-2).reshape(*scores.shape[:-1], k * BLOCK)
+    at = jax.lax.top_k(inside, k)[1]
+    return jnp.take_along_axis(best, at // BLOCK, axis=-1) * BLOCK + at % BLOCK
+
+
+def lookup(tokens: jax.Array, known: jax.Array, length: int) -> jax.Array:
+    """What followed the last place where the text's end stood before: [B, length] int32, EMPTY without one.
+
+    tokens [B, S], known [B]: the text. The longest match counts, 5 tokens down to 2; of equally long ones
+    the latest. A continuation that reaches the text's end goes round: a text that repeats itself goes on so.
+    """
+    shortest, longest = MATCHES
+
+    def one(row: jax.Array, known: jax.Array) -> jax.Array:
+        S = row.shape[0]
+        end = known - 1
+        slot = jnp.arange(S)
+        run = jnp.ones((S,), bool)
+        matched = jnp.zeros((S,), jnp.int32)
+        for back in range(longest):
+            here = jnp.roll(row, back) == row[jnp.maximum(end - back, 0)]
+            run = run & here & (slot >= back) & (slot < end)
+            matched = matched + run
+        # Longest first, then latest. Both fit: matched <= 5.
+        best = jnp.argmax(jnp.where(matched >= shortest, matched * S + slot, -1))
+        period = jnp.maximum(end - best, 1)
+        following = row[best + 1 + jnp.arange(length) % period]
+        return jnp.where(matched[best] >= shortest, following, EMPTY)
+
+    return jax.vmap(one)(tokens, known)
+
+
+def put_first(lists: jax.Array, first: jax.Array) -> jax.Array:
+    """lists [B, n, R] with first [B, n] moved or put to their head; EMPTY changes nothing."""
+    R = lists.shape[-1]
+    found = lists == first[..., None]
+    # Entries before its old place move down by one; without an old place the last entry falls out.
+    place = jnp.where(jnp.any(found, axis=-1), jnp.argmax(found, axis=-1), R - 1)
+    rank = jnp.arange(R)[None, None]
+    shifted = jnp.concatenate([first[..., None], lists[..., :-1]], axis=-1)
+    moved = jnp.where(rank <= place[..., None], shifted, lists)
+    return jnp.where(first[..., None] == EMPTY, lists, moved)
+
+
+def propose(
+    tree: Tree,
+    config: MedusaConfig | None,
+    params: heads.HeadParams | None,
+    embedding: jax.Array,
+    unembedding: jax.Array,
+    hidden: jax.Array,
+    root: jax.Array,
+    scale: jax.Array,
+    noise: jax.Array,
+    found: jax.Array,
+) -> Draft:
+    """Fill a tree.
+
+    hidden [B, D]: the state that chose the root [B]. embedding, unembedding [V, D]: the model's tables.
+    scale [B]: one over the temperature. noise [B, at least min(depth, M), V']: added to the scaled scores
+    before they are ranked. found [B, depth]: lookup's continuation of the root, EMPTY where there is none.
+    """
+    B = root.shape[0]
+    layout = Layout.of(tree, config)
+    R = max(tree.width, 1)
+    tokens = jnp.full((B, tree.nodes), EMPTY, jnp.int32).at[:, 0].set(root)
+    lists, certain, scores = [], [], []
+    path = embedding[root][:, None, None]  # [B, parents of this depth, depth + 1, D]
+    for depth, parents in enumerate(layout.parents):
+        n = len(parents)
+        ranked = jnp.full((B, 1, R), EMPTY, jnp.int32)
+        if config is not None and depth < config.num_heads:
+            assert params is not None
+            z = hidden[:, None]
+            if config.conditioned:
+                z = jnp.broadcast_to(z, (B, n, z.shape[-1]))
+            z = heads.state(params, config, z, depth, path)
+            scored = heads.logits(params, config, z, depth, unembedding) * scale[:, None, None]
+            best = top_k(scored + noise[:, depth, None], R)
+            ranked = best if params.token_map is None else params.token_map[best]
+            # Heads that score fewer than R tokens leave the end of the list empty.
+            ranked = jnp.pad(ranked, [(0, 0), (0, 0), (0, R - ranked.shape[-1])], constant_values=EMPTY)
+            scores.append(scored)
+        first = jnp.full((B, n), EMPTY, jnp.int32)
+        on_spine = np.flatnonzero(parents == tree.spine[depth])
+        if on_spine.size:
+            first = first.at[:, on_spine[0]].set(found[:, depth])
+        ranked = put_first(jnp.broadcast_to(ranked, (B, n, R)).astype(jnp.int32), first)
+        lists.append(ranked)
+        certain.append(first != EMPTY)
+        children = np.flatnonzero(tree.depth == depth + 1)
+        own = np.searchsorted(parents, tree.parent[children])
+        tokens = tokens.at[:, children].set(ranked[:, own, tree.rank[children]])
+        if config is not None and config.conditioned and depth + 1 < min(config.num_heads, tree.max_depth):
+            inner = layout.parents[depth + 1]
+            above = path[:, np.searchsorted(parents, tree.parent[inner])]
+            own = embedding[jnp.maximum(tokens[:, inner], 0)]  # what an empty node guesses is never reached
+            path = jnp.concatenate([above, own[:, :, None]], axis=2)
+    empty_scores = jnp.zeros((B, 0, 1 if config is None else config.scored), jnp.float32)
+    return Draft(
+        tokens=tokens,
+        lists=jnp.concatenate([*lists, jnp.full((B, 1, R), EMPTY, jnp.int32)], axis=1),
+        certain=jnp.concatenate([*certain, jnp.zeros((B, 1), bool)], axis=1),
+        scores=jnp.concatenate([*scores, empty_scores], axis=1),
+    )
