@@ -46,6 +46,7 @@ class DecodeState:
     prompt: jax.Array  # [B] int32, tokens that are prompt
     limit: jax.Array  # [B] int32, known may not pass it
     active: jax.Array  # [B] bool: still decoding
+    broken: jax.Array  # [B] bool: the model gave logits that are not finite
     hidden: jax.Array  # [B, D] the state that chose the last token, which the heads guess from
     # [B, S] int32: where a step's root stands, the deepest node of its tree that was emitted; -1 elsewhere.
     step_nodes: jax.Array
@@ -60,6 +61,7 @@ class Report:
     tokens: jax.Array  # [B, S]
     known: jax.Array  # [B]
     active: jax.Array  # [B]
+    broken: jax.Array  # [B]
     step_nodes: jax.Array  # [B, S]
 
 
@@ -92,6 +94,7 @@ def empty(config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> Deco
         prompt=zeros,
         limit=zeros,
         active=jnp.zeros((batch,), bool),
+        broken=jnp.zeros((batch,), bool),
         hidden=jnp.zeros((batch, config.hidden_size), dtype),
         step_nodes=jnp.full((batch, slots), NO_ROOT, jnp.int32),
         sampling=sampling.RowSampling.greedy(batch),
@@ -121,6 +124,7 @@ def start(state: DecodeState, request: Request) -> DecodeState:
         prompt=request.known[None],
         limit=request.limit[None],
         active=jnp.zeros((1,), bool),
+        broken=jnp.zeros((1,), bool),
         step_nodes=jnp.full_like(state.step_nodes, NO_ROOT),
         sampling=request.sampling,
         end_tokens=request.end_tokens[None],
@@ -150,6 +154,15 @@ def _emit(state: DecodeState, tokens: jax.Array, counts: jax.Array, rows: jax.Ar
     )
 
 
+def _end_broken(state: DecodeState, logits: jax.Array, chosen: jax.Array, rows: jax.Array) -> DecodeState:
+    """End each row in `rows` [B] whose choice was made from logits [B, V] that are not finite.
+
+    NaN and infinity win every arg-max, so the chosen token's own logit tells.
+    """
+    broken = rows & ~jnp.isfinite(jnp.take_along_axis(logits, chosen[:, None], axis=1)[:, 0])
+    return dataclasses.replace(state, broken=state.broken | broken, active=state.active & ~broken)
+
+
 def prefill(
     params: Params, state: DecodeState, *, config: ModelConfig, chunk: int, fresh: bool
 ) -> tuple[DecodeState, Report]:
@@ -175,6 +188,7 @@ def prefill(
     done = (counts > 0) & (state.cache.lengths == state.known)
     state = dataclasses.replace(state, hidden=last[:, 0])
     state = _emit(state, chosen, jnp.ones_like(counts), done)
+    state = _end_broken(state, logits[:, 0], chosen[:, 0], done)
     return state, report(state)
 
 
@@ -215,6 +229,8 @@ def step(
         # between them XLA:CPU copies the whole cache first. With one node the choice must be named for it.
         path = path + jnp.minimum(chosen, 0)
         after = _emit(state, tokens, verdict.accepted + 1, state.active)
+        at_node = jnp.take_along_axis(logits, verdict.node[:, None, None], axis=1)[:, 0]
+        after = _end_broken(after, at_node, verdict.chosen, state.active)
         emitted = after.known - state.known
         moved = (emitted > 0)[:, None]
         kept = jnp.take_along_axis(hidden, verdict.node[:, None, None], axis=1)[:, 0]
@@ -313,7 +329,13 @@ def run(
 
 def report(state: DecodeState) -> Report:
     """Copies of what the host wants to see."""
-    return Report(tokens=state.tokens, known=state.known, active=state.active, step_nodes=state.step_nodes)
+    return Report(
+        tokens=state.tokens,
+        known=state.known,
+        active=state.active,
+        broken=state.broken,
+        step_nodes=state.step_nodes,
+    )
 
 
 def insert(state: DecodeState, row: jax.Array, single: DecodeState) -> DecodeState:
@@ -346,10 +368,15 @@ def grow(state: DecodeState, *, slots: int) -> DecodeState:
 
 def bucket(n: int, least: int) -> int:
     """The next power of two from `least` on, above 2,048 the next multiple of 1,024."""
-    size = least
-    while size < n:
-        size = size * 2 if size < 2048 else size + 1024
-    return size
+    if n > 2048:
+        return -(-n // 1024) * 1024
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def rows_for(n: int) -> int:
+    """The next number of rows from n on that is a power of two or three halves of one."""
+    power = 1 << (n - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and n <= power * 3 // 4 else power
 
 
 def chunk_for(tokens: int) -> int:

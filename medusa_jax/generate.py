@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import numbers
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,18 +114,20 @@ class MedusaLM:
         mesh: str | Mapping[str, int] | jax.sharding.Mesh | None = None,
         *,
         lookup: str | bool = "auto",
-        expect: Callable[[MedusaLM], None] | None = None,
+        expect: Callable[[MedusaLM], Callable[[], None] | None] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> MedusaLM:
         """Load a model: a Hugging Face folder, a .gguf file, a hub id, or None for the small default model.
 
         dtype: "float32" or "bfloat16"; None gives float32 on a CPU and bfloat16 elsewhere. mesh: as
-        "data=2,tensor=4". expect(lm) runs while the weights are being read, for work that needs only
-        their shapes: compiling (see `compile_for`). progress(bytes_done, bytes_total) is called as they
-        come. heads: a folder, a file or a hub id, None or "none" for none. tree: what `Tree.parse` takes,
-        or "auto". lookup: "on", "off", or "auto", which is on where there are heads or a tree is named.
-        Without heads, tree or lookup the model decodes plainly. Raises UserError for whatever is wrong with
-        the files or the tree.
+        "data=2,tensor=4". expect(lm) is called before the weights are read, to find mistakes in prompts
+        early; what it returns, if anything, is called while they are read: compiling needs only their
+        shapes (see `compile_for`). progress(bytes_done, bytes_total) is called as they come.
+
+        heads: a folder, a file or a hub id, None or "none" for none. tree: what `Tree.parse` takes, or
+        "auto". lookup: "on", "off", or "auto", which is on where there are heads or a tree is named. Without
+        heads, tree or lookup the model decodes plainly. Raises UserError for whatever is wrong with the
+        files or the tree.
         """
         if tree is not None and not isinstance(tree, Tree):
             tree = None if str(tree) == "auto" else Tree.parse(str(tree))
@@ -159,7 +162,8 @@ class MedusaLM:
         if tree is None and (opened is not None or use_lookup):
             tree = default_tree(None if opened is None else opened.config, use_lookup)
         lm.use(tree, lookup=use_lookup)
-        worker = _Background(lambda: expect(lm)) if expect is not None else None
+        meanwhile = None if expect is None else expect(lm)
+        worker = None if meanwhile is None else _Background(meanwhile)
         shardings = sharding.param_shardings(shapes, checkpoint.config, mesh)
         lm.params = load_params(checkpoint.source, checkpoint.config, dtype, shardings, progress)
         if opened is not None:
@@ -231,14 +235,21 @@ class MedusaLM:
             raise UserError("this model has no chat template; give it plain text with --raw (raw=True)")
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except jinja2.TemplateError as error:
             raise UserError(f"the model's chat template refuses these messages: {error}") from None
+        except Exception as error:  # noqa: BLE001 - a template is a program and can fail in any way
+            problem = f"{type(error).__name__}: {error}"
+            raise UserError(f"the model's chat template fails on these messages: {problem}") from None
 
     def job(self, ids: list[int], params: SamplingParams | None = None) -> Job:
         """A request for the answer to a prompt's ids."""
-        resolved = resolve(params or SamplingParams(), self.defaults)
+        resolved = resolve(SamplingParams() if params is None else params, self.defaults)
         assert resolved.max_new_tokens is not None
         self._check_length(len(ids))
+        if not all(0 <= token < self.config.vocab_size for token in ids):
+            outside = next(token for token in ids if not 0 <= token < self.config.vocab_size)
+            size = self.config.vocab_size
+            raise UserError(f"token id {outside} is outside the model's vocabulary of {size}")
         return Job(
             prompt_ids=ids,
             params=resolved,
@@ -271,11 +282,24 @@ class MedusaLM:
         """Rows and slots for these jobs: no more rows than jobs, a multiple of the mesh's data axis."""
         batch = min(batch_size, len(jobs))
         if batch > 1:
-            batch = decode.bucket(batch, 1)
+            batch = min(decode.rows_for(batch), batch_size)
             data = self.mesh.shape["data"] if self.mesh is not None else 1
             batch = -(-batch // data) * data
         slots = max(self.engine.slots_for(0, len(job.prompt_ids), job.limit) for job in jobs)
+        self._check_memory(batch, slots)
         return batch, slots
+
+    def _check_memory(self, batch: int, slots: int) -> None:
+        """Refuse a cache that is larger than the memory of the devices."""
+        c = self.config
+        row = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * self.programs.dtype.itemsize
+        need = row * slots * (batch + (batch > 1))  # prompts are read in a row of their own
+        have = _memory()
+        if have is not None and need > have:
+            raise UserError(
+                f"the key/value cache for {batch} rows of {slots} tokens needs {need / 1e9:.1f} GB, "
+                f"there are {have / 1e9:.1f} GB: lower max_new_tokens or the batch size"
+            )
 
     def generate(
         self,
@@ -292,11 +316,14 @@ class MedusaLM:
         prompts); a row that ends is refilled from the prompts that wait. on_done(index, completion) is
         called as each ends. Raises UserError for a bad prompt or parameter, before any work.
         """
+        if isinstance(prompts, (Mapping, bytes)) or not isinstance(prompts, Iterable):
+            raise UserError(f"prompts are a {type(prompts).__name__}, expected a list of prompts")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not prompts:
             return []
-        if batch_size is not None and batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}, expected an integer of at least 1")
+        whole = isinstance(batch_size, numbers.Integral) and not isinstance(batch_size, bool)
+        if batch_size is not None and not (whole and batch_size >= 1):
+            raise UserError(f"batch_size is {batch_size!r}, expected an integer of at least 1")
         each = (
             [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         )
@@ -429,6 +456,8 @@ def messages_of(prompt: Prompt, system: str | None) -> list[dict[str, str]]:
     """Chat messages of a prompt, checked. Raises UserError for anything else than role and content texts."""
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
+    elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise UserError(f"a prompt is a {type(prompt).__name__}, expected a text or a list of messages")
     else:
         messages = [dict(m) if isinstance(m, Mapping) else m for m in prompt]
     for number, message in enumerate(messages, 1):
@@ -437,6 +466,8 @@ def messages_of(prompt: Prompt, system: str | None) -> list[dict[str, str]]:
             raise UserError(f'message {number}: expected {{"role": text, "content": text}}')
     if not messages:
         raise UserError("messages: expected at least one message")
+    if system is not None and not isinstance(system, str):
+        raise UserError(f"system is a {type(system).__name__}, expected a text")
     if system is not None:
         if messages[0]["role"] == "system":
             messages = messages[1:]
@@ -498,6 +529,17 @@ class _Background:
         self._thread.join()
         if self._error is not None:
             raise self._error
+
+
+def _memory() -> int | None:
+    """Bytes of memory of all local devices together; None where that cannot be known."""
+    if jax.default_backend() == "cpu":
+        try:
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (AttributeError, ValueError, OSError):
+            return None
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    return sum(one["bytes_limit"] for one in stats if one) if all(stats) else None
 
 
 def enable_compilation_cache(folder: str | os.PathLike[str] | None = None) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from medusa_jax.errors import UserError
 
@@ -46,15 +48,16 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-# Types, range (NaN is in none) and description of every field's values.
-_INTEGER, _NUMBER = (int,), (int, float)
-_CHECKS: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
+# What every field may hold, and in words. Numbers are judged as the float32 that the device computes with.
+_INTEGER, _NUMBER = numbers.Integral, numbers.Real
+_TINY = float(np.finfo(np.float32).tiny)
+_CHECKS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "max_new_tokens": (_INTEGER, lambda x: x >= 1, "an integer of at least 1"),
-    "temperature": (_NUMBER, lambda x: 0 <= x < math.inf, "a finite number of at least 0"),
+    "temperature": (_NUMBER, lambda x: x == 0 or _TINY <= x < math.inf, "0 or a positive finite number"),
     "top_k": (_INTEGER, lambda x: x >= 0, "an integer of at least 0 (0: off)"),
-    "top_p": (_NUMBER, lambda x: 0 < x <= 1, "a number above 0 and at most 1 (1: off)"),
+    "top_p": (_NUMBER, lambda x: _TINY <= x <= 1, "a number above 0 and at most 1 (1: off)"),
     "min_p": (_NUMBER, lambda x: 0 <= x <= 1, "a number from 0 to 1 (0: off)"),
-    "repetition_penalty": (_NUMBER, lambda x: 0 < x < math.inf, "a finite number above 0 (1: off)"),
+    "repetition_penalty": (_NUMBER, lambda x: _TINY <= x < math.inf, "a finite number above 0 (1: off)"),
     "seed": (_INTEGER, lambda x: 0 <= x < 2**32, "an integer from 0 to 2**32 - 1"),
     "epsilon": (_NUMBER, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
     "delta": (_NUMBER, lambda x: 0 <= x < math.inf, "a finite number of at least 0"),
@@ -93,19 +96,41 @@ def resolve(params: SamplingParams, defaults: Mapping[str, Any]) -> SamplingPara
         name: value if (value := getattr(params, name)) is not None else defaults.get(name, builtin)
         for name, builtin in DEFAULTS.items()
     }
+    if not isinstance(params, SamplingParams):
+        raise UserError(f"sampling parameters are {params!r}, expected SamplingParams")
+    if not isinstance(params.stop, (str, tuple, list)):
+        raise UserError(f"stop is {params.stop!r}, expected a list of strings")
     stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
     params = dataclasses.replace(params, stop=stop, **chosen)
 
-    for name, (kinds, good, expected) in _CHECKS.items():
-        value = getattr(params, name)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not good(value):
-            raise UserError(f"{name} is {value!r}, expected {expected}")
+    checked = {name: _checked(name, getattr(params, name)) for name in _CHECKS}
+    params = dataclasses.replace(params, **checked)
     if params.acceptance not in ACCEPTANCE:
         raise UserError(f"acceptance is {params.acceptance!r}, expected one of {', '.join(ACCEPTANCE)}")
     for text in stop:
         if not isinstance(text, str) or not text:
             raise UserError(f"stop holds {text!r}, expected non-empty strings")
     return params
+
+
+def _checked(name: str, value: Any) -> int | float:
+    """The value as Python's int or float. Raises UserError when it, rounded to float32, is out of range."""
+    kind, good, expected = _CHECKS[name]
+    error = UserError(f"{name} is {value!r}, expected {expected}")
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise error
+    if kind is _INTEGER:
+        if not good(int(value)):
+            raise error
+        return int(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer too large for a float
+        raise error from None
+    with np.errstate(over="ignore", under="ignore"):
+        if not good(float(np.float32(number))):
+            raise error
+    return number
 
 
 @flax.struct.dataclass
@@ -163,7 +188,8 @@ def at_least_weight(keys: jax.Array, weights: jax.Array, target: jax.Array) -> j
 def filter_logits(logits: jax.Array, rows: RowSampling) -> jax.Array:
     """Set to -inf what top-k, top-p and min-p exclude, in this order, each after the one before.
 
-    logits [B, N, V] float32, after the temperature. Tokens that tie with the last one kept are kept too.
+    logits [B, N, V] float32, after the temperature. Tokens that tie with the last one kept are kept too, and
+    the likeliest is never excluded.
     top-p: Holtzman et al. 2020 (arXiv 1904.09751); min-p: Nguyen et al. 2024 (arXiv 2407.01082).
     """
     V = logits.shape[-1]
@@ -177,7 +203,8 @@ def filter_logits(logits: jax.Array, rows: RowSampling) -> jax.Array:
 
     def top_p(x: jax.Array) -> jax.Array:
         keep = at_least_weight(ordered_bits(x), jax.nn.softmax(x, axis=-1), each_row(rows.top_p))
-        return jnp.where(keep | (rows.top_p >= 1)[:, None, None], x, -jnp.inf)
+        keep = keep | (rows.top_p >= 1)[:, None, None] | (x == jnp.max(x, axis=-1, keepdims=True))
+        return jnp.where(keep, x, -jnp.inf)
 
     def min_p(x: jax.Array) -> jax.Array:
         floor = jnp.max(x, axis=-1, keepdims=True) + jnp.log(rows.min_p)[:, None, None]
@@ -233,8 +260,12 @@ def history_mask(tokens: jax.Array, known: jax.Array, vocab_size: int) -> jax.Ar
 
 
 def temper(logits: jax.Array, rows: RowSampling) -> jax.Array:
-    """logits [B, N, V] divided by the temperature; those of greedy rows as they are."""
-    return logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None, None]
+    """logits [B, N, V] over the temperature, up to a constant; those of greedy rows over 1.
+
+    The maximum goes first: a logit over a tiny temperature would be infinite.
+    """
+    above = jnp.max(logits, axis=-1, keepdims=True)
+    return (logits - above) / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None, None]
 
 
 def pick(logits: jax.Array, tempered: jax.Array, rows: RowSampling, noise: jax.Array) -> jax.Array:

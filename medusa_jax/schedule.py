@@ -17,6 +17,7 @@ import numpy as np
 
 from medusa_jax import decode
 from medusa_jax.decode import DecodeState, Plan, Programs, Report
+from medusa_jax.errors import UserError
 from medusa_jax.heads import HeadParams
 from medusa_jax.sampling import ACCEPTANCE, RowSampling, SamplingParams
 from medusa_jax.text import TextStream
@@ -88,14 +89,30 @@ class Job:
         # Read anew from the beginning: the step of the last root was not made when it was seen first.
         first = len(self.prompt_ids)
         self.step_nodes = np.asarray(report.step_nodes[row])[first : first + len(self.token_ids)].tolist()
+        if bool(report.broken[row]):
+            raise UserError("the model's logits are not finite: its weights or its configuration are broken")
         if self.text_stream.stopped:
             self.finish_reason = "stop"
         elif not bool(report.active[row]):
             added += self.text_stream.finish()
+            self._drop_stop_string()
             ended = bool(self.token_ids) and self.token_ids[-1] in self.end_tokens
             self.finish_reason = "stop" if ended or self.text_stream.stopped else "length"
         self.pieces.append(added)
         return added
+
+    def _drop_stop_string(self) -> None:
+        """Cut the ids before the token that completed a stop string which only the end of the text showed."""
+        if not self.text_stream.stopped:
+            return
+        for kept in range(len(self.token_ids)):
+            stream = TextStream(self.text_stream.tokenizer, self.text_stream.stop)
+            for token in self.token_ids[: kept + 1]:
+                stream.push(token)
+            stream.finish()
+            if stream.stopped:
+                self.token_ids, self.step_nodes = self.token_ids[:kept], self.step_nodes[:kept]
+                return
 
     def accepted(self) -> list[tuple[int, int]]:
         """For each step the deepest node that was emitted, and how many guesses stand in the answer.
@@ -218,7 +235,8 @@ def decode_batch(engine: Engine, jobs: Sequence[Job], batch: int, slots: int) ->
     """Decode all jobs, up to `batch` at a time, yielding each when it is finished.
 
     A row that ends is refilled from the queue at once; the other rows go on untouched. A prompt is always
-    read from its beginning here: a result must not depend on its neighbours.
+    read from its beginning here: a result must not depend on its neighbours. The host looks whenever a row
+    ends, so that a short answer does not wait for a long one.
     """
     programs = engine.programs
     waiting = deque(jobs)
@@ -245,7 +263,7 @@ def decode_batch(engine: Engine, jobs: Sequence[Job], batch: int, slots: int) ->
             return
         most = STOP_STRING_STEPS if any(job.params.stop for job in live.values()) else UNBOUNDED
         began = time.perf_counter()
-        state, report = engine.run(state, most, bool(waiting))
+        state, report = engine.run(state, most, stop_early=True)
         report = jax.device_get(report)
         elapsed = time.perf_counter() - began
         keep = np.ones((batch,), bool)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 
-from medusa_jax import SamplingParams, UserError, backbone, cache, decode, sampling, schedule
+from medusa_jax import SamplingParams, UserError, backbone, cache, decode, generate, sampling, schedule
 
 PROMPTS = ["Rain", "A leap year has one day more", "The quick brown fox " * 3, "x", "What is the answer?"]
 
@@ -291,6 +291,10 @@ def test_requests_that_cannot_be_served_are_refused(lm):
             call()
 
 
+def test_rows_come_in_few_sizes():
+    assert [decode.rows_for(n) for n in (1, 2, 3, 4, 5, 7, 9, 13, 300)] == [1, 2, 3, 4, 6, 8, 12, 16, 384]
+
+
 @pytest.mark.parametrize(
     ("n", "least", "expected"), [(1, 16, 16), (16, 16, 16), (17, 16, 32), (2049, 128, 3072)]
 )
@@ -306,3 +310,33 @@ def test_no_write_reaches_past_the_end():
                 last = cached + (unread - 1) // chunk * chunk
                 assert last + chunk <= slots
                 assert limit + depth < slots
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_broken_model_is_an_error_and_not_an_answer(value, temperature):
+    """Neither NaN nor infinity in the weights may come out as text."""
+    lm = copy.copy(tiny.lm(end_tokens=()))
+    lm.params = jax.tree.map(lambda leaf: leaf, lm.params)
+    norm = lm.params["model"]["norm"]["weight"]
+    lm.params["model"]["norm"] = {"weight": norm.at[3].set(value)}
+    params = SamplingParams(max_new_tokens=4, temperature=temperature)
+    with pytest.raises(UserError, match="not finite"):
+        lm.generate(["Rain"], params, raw=True)
+    with pytest.raises(UserError, match="not finite"):
+        list(lm.stream("Rain", params, raw=True))
+
+
+def test_results_come_as_they_end(lm):
+    """A short answer does not wait for a long one."""
+    order = []
+    params = [SamplingParams(max_new_tokens=60), SamplingParams(max_new_tokens=4)]
+    done = lm.generate(["Rain", "x"], params, raw=True, on_done=lambda index, one: order.append(index))
+    assert order == [1, 0]
+    assert done[1].stats.decode_seconds < done[0].stats.decode_seconds
+
+
+def test_a_cache_that_cannot_fit_is_refused(lm, monkeypatch):
+    monkeypatch.setattr(generate, "_memory", lambda: 10_000)
+    with pytest.raises(UserError, match=r"needs .* GB, there are .* lower max_new_tokens"):
+        lm.generate(["Rain"], SamplingParams(max_new_tokens=4), raw=True)

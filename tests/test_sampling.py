@@ -127,14 +127,20 @@ def test_history_mask_ignores_what_lies_behind_the_text():
         ("temperature", float("nan")),
         ("temperature", float("inf")),
         ("temperature", "hot"),
+        ("temperature", 1e-39),  # zero, or nearly, as float32
+        ("temperature", 1e39),
+        ("temperature", 10**400),
         ("top_k", -1),
         ("top_k", 1.5),
         ("top_p", 0.0),
+        ("top_p", 1e-40),
         ("top_p", 1.01),
         ("top_p", float("nan")),
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-45),
+        ("repetition_penalty", 1e39),
         ("repetition_penalty", float("inf")),
         ("seed", -1),
         ("seed", 2**32),
@@ -155,3 +161,25 @@ def test_the_models_own_defaults_count_unless_overridden():
     # Without do_sample a file's temperature is not in force: transformers decodes greedily then.
     assert sampling.model_defaults({"temperature": 0.6, "eos_token_id": 2}) == {}
     assert sampling.model_defaults({"do_sample": True}) == {"temperature": 1.0}
+
+
+@pytest.mark.parametrize("temperature", [2e-38, 1e-30, 1e30])
+@pytest.mark.parametrize("top_p", [2e-38, 0.5, 1.0])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_extreme_numbers_still_choose_a_token(temperature, top_p, scale):
+    logits = jnp.array([[[1.0, 4.0, 3.0, -2.0]]]) * scale
+    made = rows(temperature=temperature, top_p=top_p, seed=3)
+    unused = lambda: jnp.zeros((1, 1, 4), bool)  # noqa: E731
+    chosen = int(sampling.choose(logits, jnp.array([[5]]), made, unused)[0, 0])
+    assert 0 <= chosen < 4
+    # The likeliest, where anything can tell it from the others: at 1e30 all may be equal in float32.
+    told_apart = scale * 3 / temperature > 1e-6
+    if told_apart and ((temperature < 1 and scale >= 1) or top_p < 0.2):
+        assert chosen == 1
+
+
+def test_numbers_of_numpy_are_numbers():
+    params = SamplingParams(top_k=np.int64(3), temperature=np.float32(0.5), seed=np.uint32(7))
+    resolved = sampling.resolve(params, {})
+    assert (resolved.top_k, resolved.temperature, resolved.seed) == (3, 0.5, 7)
+    assert type(resolved.top_k) is int
