@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ from medusa_jax.weights.source import TensorInfo
 KIND = "Orbax heads"
 _MARK = "_CHECKPOINT_METADATA"  # Orbax writes it into every checkpoint of named items
 _HEADS, _CONFIG = "heads", "config"
-_PARTIAL = ".orbax-checkpoint-tmp"
+_PARTIAL = ".orbax-checkpoint-tmp"  # Orbax's own name for a checkpoint that is being written
+_TRIES, _SETTLE_SECONDS = 20, 0.05
 
 
 def save_head_checkpoint(
@@ -74,8 +76,17 @@ def save_head_checkpoint(
                 writer.save(folder, ocp.args.Composite(**items))
         except BaseException:
             if first:
-                shutil.rmtree(folder.with_name(folder.name + _PARTIAL), ignore_errors=True)
+                _discard(folder.with_name(folder.name + _PARTIAL))
             raise
+
+
+def _discard(partial: Path) -> None:
+    """Orbax's threads may go on writing after its save has failed: delete until nothing comes back."""
+    for _ in range(_TRIES):
+        shutil.rmtree(partial, ignore_errors=True)
+        time.sleep(_SETTLE_SECONDS)
+        if not partial.exists():
+            return
 
 
 def is_head_checkpoint(folder: Path) -> bool:
@@ -149,9 +160,8 @@ def _empty(config: MedusaConfig) -> dict[str, tuple[int, ...]]:
     """Arrays without elements, of heads without residual layers: Orbax refuses to store such."""
     if config.num_layers:
         return {}
-    return {
-        PREFIX + name: shape for name, shape in layer_shapes(config).items() if name in ("weight", "bias")
-    }
+    shapes = layer_shapes(config)
+    return {PREFIX + name: shapes[name] for name in ("weight", "bias")}
 
 
 def _restore(ocp: Any, folder: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:

@@ -154,12 +154,10 @@ def _emit(state: DecodeState, tokens: jax.Array, counts: jax.Array, rows: jax.Ar
     )
 
 
-def _end_broken(state: DecodeState, logits: jax.Array, chosen: jax.Array, rows: jax.Array) -> DecodeState:
-    """End each row in `rows` [B] whose choice was made from logits [B, V] that are not finite.
-
-    NaN and infinity win every arg-max, so the chosen token's own logit tells.
-    """
-    broken = rows & ~jnp.isfinite(jnp.take_along_axis(logits, chosen[:, None], axis=1)[:, 0])
+def _end_broken(state: DecodeState, logits: jax.Array, rows: jax.Array) -> DecodeState:
+    """End each row in `rows` [B] whose choice was made from logits [B, V] that are not finite."""
+    # A sum keeps NaN and infinity; a maximum on a CPU does not.
+    broken = rows & ~jnp.isfinite(jnp.sum(logits, axis=-1))
     return dataclasses.replace(state, broken=state.broken | broken, active=state.active & ~broken)
 
 
@@ -188,7 +186,7 @@ def prefill(
     done = (counts > 0) & (state.cache.lengths == state.known)
     state = dataclasses.replace(state, hidden=last[:, 0])
     state = _emit(state, chosen, jnp.ones_like(counts), done)
-    state = _end_broken(state, logits[:, 0], chosen[:, 0], done)
+    state = _end_broken(state, logits[:, 0], done)
     return state, report(state)
 
 
@@ -230,7 +228,7 @@ def step(
         path = path + jnp.minimum(chosen, 0)
         after = _emit(state, tokens, verdict.accepted + 1, state.active)
         at_node = jnp.take_along_axis(logits, verdict.node[:, None, None], axis=1)[:, 0]
-        after = _end_broken(after, at_node, verdict.chosen, state.active)
+        after = _end_broken(after, at_node, state.active)
         emitted = after.known - state.known
         moved = (emitted > 0)[:, None]
         kept = jnp.take_along_axis(hidden, verdict.node[:, None, None], axis=1)[:, 0]

@@ -163,6 +163,28 @@ class RowSampling:
         )
 
 
+BLOCK = 16  # small, so that the blocks of a sharded vocabulary lie within its shards
+
+
+def in_blocks(x: jax.Array) -> jax.Array:
+    """x [..., V] as [..., blocks, BLOCK], -inf behind the end."""
+    count = -(-x.shape[-1] // BLOCK)
+    behind = [(0, 0)] * (x.ndim - 1) + [(0, count * BLOCK - x.shape[-1])]
+    return jnp.pad(x, behind, constant_values=-jnp.inf).reshape(*x.shape[:-1], count, BLOCK)
+
+
+def argmax(x: jax.Array) -> jax.Array:
+    """The first index [...] of the largest of x [..., V], int32.
+
+    Maxima of blocks first, since XLA:CPU does not vectorise an arg-max but does a maximum: 16 rows of 49,152
+    take a twentieth of the time.
+    """
+    blocks = in_blocks(x)
+    block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
+    inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+    return (block * BLOCK + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
+
+
 def ordered_bits(x: jax.Array) -> jax.Array:
     """uint32 keys in the order of the float32 values x, so that a threshold can be found bit by bit."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
@@ -271,8 +293,7 @@ def temper(logits: jax.Array, rows: RowSampling) -> jax.Array:
 def pick(logits: jax.Array, tempered: jax.Array, rows: RowSampling, noise: jax.Array) -> jax.Array:
     """The choice [B, N] under noise [B, N, V]: arg-max(log p + g), of greedy rows the likeliest token."""
     noisy = filter_logits(tempered, rows) + noise
-    best = jnp.where((rows.temperature > 0)[:, None], jnp.argmax(noisy, axis=-1), jnp.argmax(logits, axis=-1))
-    return best.astype(jnp.int32)
+    return jnp.where((rows.temperature > 0)[:, None], argmax(noisy), argmax(logits))
 
 
 def choose(
@@ -285,9 +306,6 @@ def choose(
     """
     V = logits.shape[-1]
 
-    def greedy(logits: jax.Array) -> jax.Array:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
     def penalised(logits: jax.Array) -> jax.Array:
         return penalise(logits, seen(), rows.repetition_penalty)
 
@@ -296,4 +314,4 @@ def choose(
         return pick(logits, temper(logits, rows), rows, gumbel(rows.seed, positions, V))
 
     plain = jnp.all((rows.temperature == 0) & (rows.repetition_penalty == 1))
-    return jax.lax.cond(plain, greedy, elaborate, logits)
+    return jax.lax.cond(plain, argmax, elaborate, logits)

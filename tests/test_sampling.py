@@ -80,6 +80,14 @@ def test_ordered_bits_keep_the_order(value):
             assert its > key
 
 
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 400, 1000])
+def test_argmax_equals_numpys(size):
+    rng = np.random.default_rng(size)
+    x = rng.integers(-3, 3, (3, 4, size)).astype(np.float32)  # many ties: the first counts
+    np.testing.assert_array_equal(sampling.argmax(jnp.asarray(x)), np.argmax(x, axis=-1))
+    assert int(sampling.argmax(jnp.full((size,), -jnp.inf))) == 0
+
+
 def test_noise_depends_on_seed_and_position_only():
     one = sampling.gumbel(jnp.array([5, 6], jnp.uint32), jnp.array([[3, 4], [3, 4]]), 50)
     two = sampling.gumbel(jnp.array([6], jnp.uint32), jnp.array([[4]]), 50)
