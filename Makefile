@@ -4,14 +4,21 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV ?= .venv
 BIN := $(VENV)/bin
 PROMPT ?= Give me one good reason to learn to play the piano.
+# As it was given: neither make nor the shell reads quotes or $ in it, because the recipe takes it from the
+# environment.
+override PROMPT := $(value PROMPT)
+export PROMPT
 
 .PHONY: help demo test lint bench clean
 
 help:
-	@echo "make demo    install, fetch the small default model, answer a prompt (PROMPT=\"...\")"
-	@echo "make test    install, run the test suite"
+	@echo "make demo    install, fetch the small default model, answer a prompt (PROMPT='...')"
+	@echo "make test    install, run the test suite (TESTS='...': pytest's arguments, such as tests/test_tree.py)"
 	@echo "make lint    ruff and pyright"
 	@echo "make bench   speed of the default model on this machine"
+	@echo "make clean   remove the environments, caches and build files made here"
+	@echo "PYTHON=...   the interpreter that makes the environment, 3.11 or newer (now: $(PYTHON))"
+	@echo "VENV=...     the environment's folder (now: $(VENV))"
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; install one or set PYTHON=..." >&2; exit 1; }
@@ -30,7 +37,7 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@touch $(VENV)/.installed $@
 
 demo: $(VENV)/.installed
-	$(BIN)/python -m infer.generate --prompt "$(PROMPT)"
+	$(BIN)/python -m infer.generate --prompt "$$PROMPT"
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto $(TESTS)
@@ -44,4 +51,4 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/cpu.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) .venv* .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -6,15 +6,16 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infer import cli
+from infer import cli, interrupts
 
 if TYPE_CHECKING:
     from medusa_jax import MedusaLM, SamplingParams
     from medusa_jax.generate import Completion
+    from medusa_jax.schedule import Job
 
 COMMANDS = """\
   /reset          start over            /save FILE   write the chat as JSON
@@ -27,7 +28,9 @@ EPILOG = f"""\
 in the chat:
 {COMMANDS}
 
-Lines are read from standard input, so a chat can be scripted. Answers go to standard output.
+Lines are read from standard input, so a chat can be scripted. Answers go to standard output. A command or
+message that fails does not end the chat; when standard input is not a terminal, the exit status is then
+2 if one of them was a mistake, 1 if they failed otherwise.
 """
 
 
@@ -47,13 +50,14 @@ class Chat:
         self.last_prefilled = 0  # tokens that the last turn had to read
         self.attempt = 0  # how often the last question was answered again
         self.interrupted = False
+        self.job: Job | None = None  # of the last answer
 
-    def ask(self, text: str) -> Iterator[str]:
+    def ask(self, text: str) -> Generator[str]:
         """Answer a message, piece by piece (pieces may be empty). The chat keeps both."""
         self.attempt = 0
         yield from self._answer([*self.messages, {"role": "user", "content": text}])
 
-    def regenerate(self) -> Iterator[str]:
+    def regenerate(self) -> Generator[str]:
         """Answer the last message again; with sampling, under the next seed."""
         from medusa_jax import UserError
 
@@ -62,32 +66,56 @@ class Chat:
         self.attempt += 1
         yield from self._answer(self.messages[:-1])
 
-    def _answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
+    def _answer(self, messages: list[dict[str, str]]) -> Generator[str]:
+        """Answer the last of these messages. An answer that fails leaves the chat as it was before."""
         import dataclasses
-
-        from medusa_jax.generate import completion
 
         self.interrupted = False
         seed = (self.params.seed + self.attempt) % 2**32
         ids = self.lm.encode(messages, self.system)
         job = self.lm.job(ids, dataclasses.replace(self.params, seed=seed))
-        if self.session is None:
-            self.lm.compile_for([job], streaming=True)
-            self.session = self.lm.session([job])
-        stream = self.session.stream(job)
         try:
+            if self.session is None:
+                self.lm.compile_for([job], streaming=True)
+                self.session = self.lm.session([job])
+            self.job = job
+            stream = self.session.stream(job)
             for piece in stream:
                 yield piece
                 if self.interrupted:
                     break
-        finally:
             stream.close()
-            # Whatever ended the answer, the chat holds what was shown of it.
-            shown = "".join(job.pieces)
-            self.messages = [*messages, {"role": "assistant", "content": shown}]
-            self.last_prefilled = job.prefilled_tokens
-            job.finish_reason = job.finish_reason or "interrupted"
-            self.last = completion(messages, job, self.lm.plan)
+        except Exception:
+            self.forget()
+            raise
+        except BaseException:  # the reader has left
+            self._keep(messages, job)
+            raise
+        self._keep(messages, job)
+
+    def _keep(self, messages: list[dict[str, str]], job: Job) -> None:
+        """Hold in the chat what was shown of an answer, whatever ended it."""
+        from medusa_jax.generate import completion
+
+        shown = "".join(job.pieces)
+        self.messages = [*messages, {"role": "assistant", "content": shown}]
+        self.last_prefilled = job.prefilled_tokens
+        job.finish_reason = job.finish_reason or "interrupted"
+        self.last = completion(messages, job, self.lm.plan)
+
+    def forget(self) -> None:
+        """Drop the state of the row: after a failure it may be torn. The next turn reads everything anew."""
+        if self.session is not None:
+            self.session.forget()
+
+    def why_cut(self) -> str | None:
+        """Which limit ended the last answer, if one did, and what to do about it."""
+        if self.job is None or self.job.finish_reason != "length":
+            return None
+        context = self.lm.config.max_position_embeddings
+        if self.job.limit == context:
+            return f"the model's context of {context} tokens is full; /undo or /reset makes room"
+        return f"{self.job.params.max_new_tokens} new tokens are the limit; --max-new-tokens raises it"
 
     def undo(self) -> None:
         """Take back the last message and its answer."""
@@ -104,21 +132,13 @@ class Chat:
 
     def save(self, path: Path) -> None:
         """Write the chat as one line of JSON that `infer.generate --prompts` reads too."""
-        from medusa_jax import UserError
+        from medusa_jax.errors import write_atomically
 
         messages = self.messages
         if self.system is not None:
             messages = [{"role": "system", "content": self.system}, *messages]
-        temporary = path.with_name(path.name + ".partial")
-        try:
-            temporary.write_text(
-                json.dumps({"messages": messages}, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
-            temporary.replace(path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+        with interrupts.unwinding():
+            write_atomically(path, (json.dumps({"messages": messages}, ensure_ascii=False) + "\n").encode())
 
     def load(self, path: Path) -> None:
         """Continue the chat in a file that `save` wrote."""
@@ -158,9 +178,10 @@ class Chat:
         return f"last answer: {closing_line([self.last])}; {read}\nchat: {held}"
 
 
-def command(chat: Chat, line: str) -> bool:
+def command(chat: Chat, line: str, coloured: bool = False) -> bool:
     """Carry out a /command. Returns False when the chat is to end. Raises UserError for a wrong one."""
     from medusa_jax import UserError
+    from medusa_jax.errors import user_path
 
     name, _, rest = line.partition(" ")
     rest = rest.strip()
@@ -175,12 +196,15 @@ def command(chat: Chat, line: str) -> bool:
         chat.undo()
         cli.note(f"(taken back; {len(chat.messages)} messages left)")
     elif name == "/regenerate":
-        show(chat, chat.regenerate())
+        before = chat.messages[-1:]
+        show(chat, chat.regenerate(), coloured)
+        if before == chat.messages[-1:] and chat.job is not None and not chat.job.params.temperature:
+            cli.note("(the same answer: decoding is greedy; try --temperature)")
     elif name == "/save":
-        chat.save(Path(rest).expanduser())
+        chat.save(user_path(rest))
         cli.note(f"(saved to {rest})")
     elif name == "/load":
-        chat.load(Path(rest).expanduser())
+        chat.load(user_path(rest))
         cli.note(f"(loaded {len(chat.messages)} messages)")
     elif name == "/stats":
         cli.note(chat.statistics())
@@ -191,41 +215,52 @@ def command(chat: Chat, line: str) -> bool:
     return True
 
 
-def show(chat: Chat, pieces: Iterator[str]) -> None:
+def show(chat: Chat, pieces: Generator[str], coloured: bool = False) -> None:
     """Print an answer as it comes. Ctrl-C stops it between two tokens, so that no state is torn."""
 
     def interrupt(*_: Any) -> None:
         chat.interrupted = True
 
-    before = signal.signal(signal.SIGINT, interrupt)
-    started = False
+    before = signal.getsignal(signal.SIGINT)
+    if before != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, interrupt)
+    colours, started = None, False
     try:
-        for piece in pieces:
-            print(piece, end="", flush=True)
-            started = True
+        with contextlib.closing(pieces):
+            for piece in pieces:
+                if coloured and colours is None and chat.job is not None:
+                    colours = cli.Colours(chat.job)
+                print(colours.paint(piece) if colours else piece, end="", flush=True)
+                started = True
     finally:
         signal.signal(signal.SIGINT, before)
         if started:
             print(flush=True)
     if chat.interrupted:
         cli.note("(stopped)")
-    elif chat.last is not None and chat.last.finish_reason == "length":
-        cli.note("(cut at the limit of new tokens or of the context)")
+    elif why := chat.why_cut():
+        cli.note(f"(cut: {why})")
 
 
 def read_line() -> str | None:
     """The next line of input, None at its end. Ctrl-C at the prompt clears the line."""
+    terminal = sys.stdin.isatty()
     while True:
         try:
-            return input("> " if sys.stdin.isatty() else "")
+            if terminal and not sys.stdout.isatty():  # input() would write the prompt among the answers
+                print("> ", end="", file=sys.stderr, flush=True)
+                return input()
+            return input("> " if terminal else "")
         except EOFError:
+            if terminal:  # the next prompt, the shell's, begins a line
+                cli.note("")
             return None
         except UnicodeDecodeError as error:
             from medusa_jax import UserError
 
             raise UserError(f"standard input is not UTF-8 ({error})") from None
         except KeyboardInterrupt:
-            if not sys.stdin.isatty():
+            if not terminal:
                 raise
             cli.note("\n(Ctrl-D or /quit leaves)")
 
@@ -243,33 +278,61 @@ def run(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit status."""
     made = make_parser()
     args = made.parse_args(argv)
+    if sys.stdin is None:
+        made.error("standard input is closed, expected the lines of a chat")
+    terminal = sys.stdin.isatty()
     params = cli.sampling_params(args)
 
-    def expect(lm: MedusaLM) -> None:
+    def expect(lm: MedusaLM) -> Callable[[], None]:
         """Compile for a short first question while the weights are read; a longer one compiles its own."""
-        lm.compile_for([lm.job(lm.encode("Hello!", args.system), params)], streaming=True)
+        job = lm.job(lm.encode("Hello!", args.system), params)
+        return lambda: lm.compile_for([job], streaming=True)
 
     lm = cli.load_model(args, expect)
     cli.announce_defaults(lm, params)
-    if sys.stdin.isatty():
+    if terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - gives input() its history and line editing
+        interrupts.hand_over()
         cli.note("Talk with the model; /help lists commands, Ctrl-D leaves.")
-    chat = Chat(lm, params, args.system)
+    status = converse(Chat(lm, params, args.system), args.show_accepted)
+    return 0 if terminal else status
+
+
+def converse(chat: Chat, show_accepted: bool = False) -> int:
+    """Read and answer lines to their end. Returns 0, or what status the mistakes and failures deserve."""
+    from infer.generate import closing_line
     from medusa_jax import UserError
 
+    coloured = cli.show_colours(show_accepted)
+    mistakes = failures = False
     while (line := read_line()) is not None:
         if not line.strip():
             continue
+        last = chat.last
         try:
             cli.check_text(line, "the message")
             if not line.startswith("/"):
-                show(chat, chat.ask(line))
-            elif not command(chat, line.strip()):
+                show(chat, chat.ask(line), coloured)
+            elif not command(chat, line.strip(), coloured):
                 break
-        except UserError as error:  # a mistake in a chat does not end it
+            if show_accepted and chat.last is not None and chat.last is not last:
+                cli.note(closing_line([chat.last]))
+        except UserError as error:  # neither a mistake nor a failure ends a chat
+            mistakes = True
             cli.note(f"error: {error}")
-    return 0
+        except BrokenPipeError:  # but nobody reads it any more
+            raise
+        except KeyboardInterrupt:  # at a terminal, in the midst of a command
+            if not sys.stdin.isatty():
+                raise
+            chat.forget()
+            cli.note("\n(stopped)")
+        except Exception as error:  # noqa: BLE001 - whatever failed, the conversation is worth keeping
+            failures = True
+            chat.forget()
+            cli.note(cli.failure(error))
+    return 2 if mistakes else int(failures)
 
 
 if __name__ == "__main__":

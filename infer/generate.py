@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,16 @@ examples:
   python -m infer.generate --prompt "What is a leap year?"
   python -m infer.generate --prompt "Write a haiku about rain" --temperature 0.7 --seed 3
   python -m infer.generate --prompts questions.jsonl --batch-size 8 --json > answers.jsonl
+  python -m infer.generate --prompt "Write a quicksort in Python, twice" --lookup on --show-accepted
   echo "Once upon a time" | python -m infer.generate --raw --max-new-tokens 50
 
+--lookup on is faster where the answer repeats the prompt or itself, and needs no heads.
 A line of --prompts is {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}.
 Numbers in parentheses are defaults; a model's generation_config.json may set its own.
 """
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+MAX_FILE, MAX_LINE = 10**9, 2**24  # bytes of a file of prompts and of one of its lines; contexts are shorter
 
 
 def make_parser() -> cli.Parser:
@@ -63,6 +69,8 @@ def read_prompts(args: argparse.Namespace, made: cli.Parser) -> list[Prompt]:
     if args.prompt:
         for number, text in enumerate(args.prompt, 1):
             cli.check_text(text, f"--prompt, text {number}")
+            if not text.strip():
+                made.error(f"--prompt, text {number}: the prompt is empty")
         return args.prompt
     if sys.stdin is None or sys.stdin.isatty():
         made.error("no prompt: give --prompt, --prompts or standard input")
@@ -79,28 +87,45 @@ def read_prompts(args: argparse.Namespace, made: cli.Parser) -> list[Prompt]:
 
 def read_prompt_file(path: Path) -> list[Prompt]:
     """Read a JSONL file of prompts. Raises UserError naming the file and the line of a mistake."""
-    from medusa_jax.errors import UserError
+    from medusa_jax.errors import UserError, user_path
 
+    prompts: list[Prompt] = []
     try:
-        # Not splitlines: a JSON text may hold other line separators, such as U+2028, as they are.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        path = user_path(path)
+        cli.check_file(path, MAX_FILE)
+        with path.open("rb") as file:
+            # Bytes, as only a line feed ends a line: a JSON text may hold other separators, such as U+2028.
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
+                record = _parse(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line, path, number)
+                if record is not None:
+                    prompts.append(_prompt_of(record[0], f"{path}, line {number}"))
     except OSError as error:
         raise UserError(f"--prompts {path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"--prompts {path}: not UTF-8 ({error})") from None
-    prompts: list[Prompt] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"--prompts {path}, line {number}"
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: not valid JSON ({error})") from None
-        prompts.append(_prompt_of(record, where))
+    except UserError as error:
+        raise UserError(f"--prompts {error}") from None
     if not prompts:
         raise UserError(f"--prompts {path}: no prompts in it")
     return prompts
+
+
+def _parse(line: bytes, path: Path, number: int) -> tuple[Any] | None:
+    """The JSON value of a line; None for a blank one."""
+    from medusa_jax.errors import UserError
+
+    where = f"{path}, line {number}"
+    if len(line) > MAX_LINE:
+        raise UserError(f"{where}: more than {MAX_LINE:,} bytes, expected one prompt")
+    try:
+        text = line.decode()
+        return (json.loads(text),) if text.strip() else None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 ({error.reason} at byte {error.start + 1})") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from None
+    except RecursionError:
+        raise UserError(f"{where}: not valid JSON (nested too deeply)") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise UserError(f"{where}: not valid JSON ({error})") from None
 
 
 def _prompt_of(record: Any, where: str) -> Prompt:
@@ -110,6 +135,8 @@ def _prompt_of(record: Any, where: str) -> Prompt:
     if isinstance(record, dict) and ("prompt" in record) != ("messages" in record):
         if isinstance(record.get("prompt"), str):
             cli.check_text(record["prompt"], where)
+            if not record["prompt"].strip():
+                raise UserError(f"{where}: the prompt is empty")
             return record["prompt"]
         if isinstance(record.get("messages"), list):
             try:
@@ -128,6 +155,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     args = made.parse_args(argv)
     if args.batch_size < 1:
         made.error(f"--batch-size is {args.batch_size}, expected at least 1")
+    if args.show_accepted and (args.json or args.batch_size > 1):
+        made.error("--show-accepted is for streamed text, not for --json or --batch-size")
     prompts = read_prompts(args, made)
     from medusa_jax import UserError
 
@@ -135,32 +164,33 @@ def run(argv: Sequence[str] | None = None) -> int:
     streaming = args.batch_size == 1 and not args.json
     jobs = []
 
-    def expect(lm: MedusaLM) -> None:
+    def expect(lm: MedusaLM) -> Callable[[], None]:
         for number, prompt in enumerate(prompts, 1):
             try:
                 jobs.append(lm.job(lm.encode(prompt, args.system, args.raw), params))
             except UserError as error:
                 raise UserError(f"prompt {number}: {error}" if len(prompts) > 1 else str(error)) from None
         # A stream sizes its programs by its own prompt, a batch by all of them.
-        lm.compile_for(jobs[:1] if streaming else jobs, args.batch_size, streaming=streaming)
+        return lambda: lm.compile_for(jobs[:1] if streaming else jobs, args.batch_size, streaming=streaming)
 
     lm = cli.load_model(args, expect)
     cli.announce_defaults(lm, params)
     if streaming:
-        _stream(lm, prompts, jobs)
+        _stream(lm, prompts, jobs, cli.show_colours(args.show_accepted))
     else:
         _batch(lm, prompts, jobs, args)
     return 0
 
 
-def _stream(lm: MedusaLM, prompts: Sequence[Prompt], jobs: Sequence[Any]) -> None:
+def _stream(lm: MedusaLM, prompts: Sequence[Prompt], jobs: Sequence[Any], coloured: bool) -> None:
     from medusa_jax.generate import completion
 
     for number, (prompt, job) in enumerate(zip(prompts, jobs, strict=True)):
         if len(prompts) > 1:
             print(f"{'' if number == 0 else chr(10)}### {_one_line(prompt)}", flush=True)
+        colours = cli.Colours(job) if coloured else None
         for piece in lm.stream_job(job):
-            print(piece, end="", flush=True)
+            print(colours.paint(piece) if colours else piece, end="", flush=True)
         print(flush=True)
         cli.note(closing_line([completion(prompt, job, lm.plan)]))
 
@@ -180,29 +210,33 @@ def _batch(lm: MedusaLM, prompts: Sequence[Prompt], jobs: Sequence[Any], args: a
                 print(f"{chr(10) if shown else ''}### {_one_line(ready.prompt)}\n{ready.text}", flush=True)
             shown.append(ready)
 
+    began = time.perf_counter()
     lm.complete(prompts, jobs, args.batch_size, on_done)
-    cli.note(closing_line(shown))
+    cli.note(closing_line(shown, time.perf_counter() - began))
 
 
 def _one_line(prompt: Prompt) -> str:
     from medusa_jax.generate import prompt_text
 
-    text = " ".join(prompt_text(prompt).split())
+    text = cli.printable(" ".join(prompt_text(prompt).split()))
     return text if len(text) <= 100 else text[:99] + "…"
 
 
-def closing_line(done: Sequence[Completion]) -> str:
-    """The statistics of a run in one line. In a batch the decode time is that of the slowest row."""
+def closing_line(done: Sequence[Completion], seconds: float | None = None) -> str:
+    """The statistics of a run in one line. seconds: what a batch took, as its rows' own times overlap."""
     new = sum(one.stats.new_tokens for one in done)
     steps = sum(one.stats.steps for one in done)
+    lossy = ", lossy (typical acceptance)" if any(one.stats.lossy for one in done) else ""
     if len(done) == 1:
         s = done[0].stats
-        seconds, speed = s.prefill_seconds + s.decode_seconds, f"{s.tokens_per_second:.1f} tokens/s"
+        took, speed = s.prefill_seconds + s.decode_seconds, f"{s.tokens_per_second:.1f} tokens/s"
         return (
-            f"{new} tokens in {seconds:.2f} s ({speed}; prefill {s.prefill_seconds:.2f} s), "
-            f"{s.tokens_per_step:.2f} tokens/step, {done[0].finish_reason}"
+            f"{new} tokens in {took:.2f} s ({speed}; prefill {s.prefill_seconds:.2f} s), "
+            f"{s.tokens_per_step:.2f} tokens/step, {done[0].finish_reason}{lossy}"
         )
-    return f"{len(done)} completions, {new} tokens, {new / steps if steps else 0:.2f} tokens/step"
+    time_taken = f" in {seconds:.1f} s ({new / seconds:.1f} tokens/s)" if seconds else ""
+    per_step = f"{new / steps if steps else 0:.2f} tokens/step"
+    return f"{len(done)} completions, {new} tokens{time_taken}, {per_step}{lossy}"
 
 
 if __name__ == "__main__":

@@ -96,6 +96,7 @@ class MedusaLM:
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         shapes = sharding.with_shardings(shapes, sharding.param_shardings(shapes, config, mesh))
         self.heads = heads
+        self.warnings: list[str] = []  # what is odd about the files, but not wrong
         head_shapes = None
         if heads is not None:
             head_shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), heads[1])
@@ -144,7 +145,7 @@ class MedusaLM:
                 vocab_size=checkpoint.config.vocab_size,
             )
         dtype = parse_dtype(dtype)
-        mesh = as_mesh(mesh)
+        mesh = sharding.as_mesh(mesh)
         shapes = abstract_params(checkpoint.config, dtype)
         guessing = None
         if opened is not None:
@@ -158,6 +159,7 @@ class MedusaLM:
             mesh,
             guessing,
         )
+        lm.warnings += [] if opened is None else opened.warnings
         use_lookup = lookup in ("on", True) or (lookup == "auto" and (opened is not None or tree is not None))
         if tree is None and (opened is not None or use_lookup):
             tree = default_tree(None if opened is None else opened.config, use_lookup)
@@ -169,7 +171,8 @@ class MedusaLM:
         if opened is not None:
             layers, token_map = opened.read(dtype)
             table = backbone.unembedding_table(lm.params)
-            made = heads_module.attach(opened.config, layers, table, token_map)
+            kept = None if token_map is None else jnp.asarray(token_map)
+            made = heads_module.attach(opened.config, layers, table, kept)
             lm.heads = opened.config, sharding.place(made, sharding.head_shardings(made, mesh))
         if worker is not None:  # not waited for when loading fails: the error should not wait for a compiler
             worker.join()
@@ -187,7 +190,10 @@ class MedusaLM:
         if self.heads is None and not lookup:
             raise UserError("a tree needs guesses: give the model heads, or turn lookup on")
         config = None if self.heads is None else self.heads[0]
-        if not lookup and config is not None:
+        if not lookup and config is not None and tree.max_depth > config.num_heads:
+            self.warnings.append(
+                f"the tree is {tree.max_depth} deep and there are {config.num_heads} heads: it is cut to them"
+            )
             tree = tree.cut(config.num_heads)
         self.plan = Plan(tree, config, lookup)
 
@@ -501,13 +507,6 @@ def parse_dtype(dtype: Any) -> jnp.dtype:
     if parsed is None or parsed not in (jnp.float32, jnp.bfloat16):
         raise UserError(f"dtype is {dtype!r}, expected float32 or bfloat16")
     return parsed
-
-
-def as_mesh(mesh: str | Mapping[str, int] | jax.sharding.Mesh | None) -> jax.sharding.Mesh | None:
-    """A mesh of a mesh, of axis sizes, or of their text."""
-    if mesh is None or isinstance(mesh, jax.sharding.Mesh):
-        return mesh
-    return sharding.make_mesh(sharding.parse_mesh(mesh) if isinstance(mesh, str) else dict(mesh))
 
 
 class _Background:

@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax import heads
+from medusa_jax import heads, sampling
 from medusa_jax.config import MedusaConfig
 from medusa_jax.tree import Tree
 
 EMPTY = -1  # the token of a node that has none; it never matches and is never used as an index
-BLOCK = 64  # vocabulary entries that `top_k` looks at together
 MATCHES = (2, 5)  # shortest and longest run of tokens that lookup compares
 
 
@@ -69,17 +68,15 @@ def top_k(scores: jax.Array, k: int) -> jax.Array:
     whole vocabulary is a full sort on TPU, and a gather of all scores where the vocabulary is sharded.
     """
     V = scores.shape[-1]
-    count = -(-V // BLOCK)
-    if count <= k:
+    if sampling.block_size(V) == 1:
         return jax.lax.top_k(scores, min(k, V))[1]
-    widths = [(0, 0)] * (scores.ndim - 1) + [(0, count * BLOCK - V)]
-    padded = jnp.pad(scores, widths, constant_values=-jnp.inf)
-    blocks = padded.reshape(*scores.shape[:-1], count, BLOCK)
+    blocks = sampling.in_blocks(scores)
+    size = blocks.shape[-1]
     # In their own order, so that of equal scores the first is found, and the padding last: it is never used.
     best = jnp.sort(jax.lax.top_k(jnp.max(blocks, axis=-1), k)[1], axis=-1)  # [..., k]
-    inside = jnp.take_along_axis(blocks, best[..., None], axis=-2).reshape(*scores.shape[:-1], k * BLOCK)
+    inside = jnp.take_along_axis(blocks, best[..., None], axis=-2).reshape(*scores.shape[:-1], k * size)
     at = jax.lax.top_k(inside, k)[1]
-    return jnp.take_along_axis(best, at // BLOCK, axis=-1) * BLOCK + at % BLOCK
+    return jnp.take_along_axis(best, at // size, axis=-1) * size + at % size
 
 
 def lookup(tokens: jax.Array, known: jax.Array, length: int) -> jax.Array:
@@ -145,16 +142,19 @@ def propose(
     tokens = jnp.full((B, tree.nodes), EMPTY, jnp.int32).at[:, 0].set(root)
     lists, certain, scores = [], [], []
     path = embedding[root][:, None, None]  # [B, parents of this depth, depth + 1, D]
+    together = _score_together(tree, config, params, unembedding, hidden)
+    together = None if together is None else together * scale[:, None, None]
     for depth, parents in enumerate(layout.parents):
         n = len(parents)
         ranked = jnp.full((B, 1, R), EMPTY, jnp.int32)
         if config is not None and depth < config.num_heads:
             assert params is not None
-            z = hidden[:, None]
-            if config.conditioned:
-                z = jnp.broadcast_to(z, (B, n, z.shape[-1]))
-            z = heads.state(params, config, z, depth, path)
-            scored = heads.logits(params, config, z, depth, unembedding) * scale[:, None, None]
+            if together is None:
+                z = jnp.broadcast_to(hidden[:, None], (B, n if config.conditioned else 1, hidden.shape[-1]))
+                z = heads.state(params, config, z, depth, path)
+                scored = heads.logits(params, config, z, depth, unembedding) * scale[:, None, None]
+            else:
+                scored = together[:, depth, None]
             best = top_k(scored + noise[:, depth, None], R)
             ranked = best if params.token_map is None else params.token_map[best]
             # Heads that score fewer than R tokens leave the end of the list empty.
@@ -182,3 +182,21 @@ def propose(
         certain=jnp.concatenate([*certain, jnp.zeros((B, 1), bool)], axis=1),
         scores=jnp.concatenate([*scores, empty_scores], axis=1),
     )
+
+
+def _score_together(
+    tree: Tree,
+    config: MedusaConfig | None,
+    params: heads.HeadParams | None,
+    unembedding: jax.Array,
+    hidden: jax.Array,
+) -> jax.Array | None:
+    """Scores [B, depths, V'] of all heads in one product, so that a table they share is read once.
+
+    None where that cannot be: heads that wait for the tokens above, or have tables of their own.
+    """
+    if config is None or params is None or config.conditioned or config.own_unembedding:
+        return None
+    depths = range(min(config.num_heads, tree.max_depth))
+    z = jnp.stack([heads.state(params, config, hidden, m, hidden[:, None]) for m in depths], axis=1)
+    return heads.logits(params, config, z, 0, unembedding)

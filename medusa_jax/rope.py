@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.config import RopeConfig
+from medusa_jax.errors import UserError
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
@@ -26,6 +27,18 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
     if rope.kind == "llama3":
         return _llama3(rope, base), 1.0
     return _yarn(rope, base, head_dim)
+
+
+def check_frequencies(rope: RopeConfig, head_dim: int) -> None:
+    """Raise UserError for values that give no finite frequencies, before a model turns them into NaN."""
+    try:
+        with np.errstate(all="ignore"):
+            frequencies, scale = inverse_frequencies(rope, head_dim)
+        good = bool(np.isfinite(frequencies).all()) and math.isfinite(scale)
+    except ArithmeticError:
+        good = False
+    if not good:
+        raise UserError(f"config: RoPE type {rope.kind!r}: the fields' values give no finite frequencies")
 
 
 def _llama3(rope: RopeConfig, base: np.ndarray) -> np.ndarray:

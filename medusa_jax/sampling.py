@@ -163,14 +163,27 @@ class RowSampling:
         )
 
 
-BLOCK = 16  # small, so that the blocks of a sharded vocabulary lie within its shards
+SMALL = 4096  # up to here a vocabulary is searched whole
+
+
+def block_size(size: int) -> int:
+    """Into blocks of how many entries a vocabulary of `size` is cut, 1 for not at all.
+
+    The number of blocks keeps a factor of 16 where the vocabulary has one: blocks of a sharded vocabulary
+    then lie within its shards, and none is gathered.
+    """
+    if size <= SMALL:
+        return 1
+    twos = (size & -size).bit_length() - 1
+    return 2 ** min(4, twos - 4) if twos > 5 else 16
 
 
 def in_blocks(x: jax.Array) -> jax.Array:
-    """x [..., V] as [..., blocks, BLOCK], -inf behind the end."""
-    count = -(-x.shape[-1] // BLOCK)
-    behind = [(0, 0)] * (x.ndim - 1) + [(0, count * BLOCK - x.shape[-1])]
-    return jnp.pad(x, behind, constant_values=-jnp.inf).reshape(*x.shape[:-1], count, BLOCK)
+    """x [..., V] as [..., blocks, block_size(V)], -inf behind the end."""
+    size = block_size(x.shape[-1])
+    count = -(-x.shape[-1] // size)
+    behind = [(0, 0)] * (x.ndim - 1) + [(0, count * size - x.shape[-1])]
+    return jnp.pad(x, behind, constant_values=-jnp.inf).reshape(*x.shape[:-1], count, size)
 
 
 def argmax(x: jax.Array) -> jax.Array:
@@ -179,10 +192,12 @@ def argmax(x: jax.Array) -> jax.Array:
     Maxima of blocks first, since XLA:CPU does not vectorise an arg-max but does a maximum: 16 rows of 49,152
     take a twentieth of the time.
     """
+    if block_size(x.shape[-1]) == 1:
+        return jnp.argmax(x, axis=-1).astype(jnp.int32)
     blocks = in_blocks(x)
     block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
     inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
-    return (block * BLOCK + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
+    return (block * blocks.shape[-1] + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
 
 
 def ordered_bits(x: jax.Array) -> jax.Array:
@@ -291,9 +306,13 @@ def temper(logits: jax.Array, rows: RowSampling) -> jax.Array:
 
 
 def pick(logits: jax.Array, tempered: jax.Array, rows: RowSampling, noise: jax.Array) -> jax.Array:
-    """The choice [B, N] under noise [B, N, V]: arg-max(log p + g), of greedy rows the likeliest token."""
+    """The choice [B, N] under noise [B, N, V]: arg-max(log p + g).
+
+    Rows that are greedy, or typical (whose roots are greedy by the published rule), take the likeliest token.
+    """
     noisy = filter_logits(tempered, rows) + noise
-    return jnp.where((rows.temperature > 0)[:, None], argmax(noisy), argmax(logits))
+    sampled = (rows.temperature > 0) & (rows.acceptance != TYPICAL)
+    return jnp.where(sampled[:, None], argmax(noisy), argmax(logits))
 
 
 def choose(

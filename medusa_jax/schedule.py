@@ -19,7 +19,7 @@ from medusa_jax import decode
 from medusa_jax.decode import DecodeState, Plan, Programs, Report
 from medusa_jax.errors import UserError
 from medusa_jax.heads import HeadParams
-from medusa_jax.sampling import ACCEPTANCE, RowSampling, SamplingParams
+from medusa_jax.sampling import ACCEPTANCE, EXACT, RowSampling, SamplingParams
 from medusa_jax.text import TextStream
 
 STOP_STRING_STEPS = 16  # steps between two looks of the host when stop strings are set
@@ -45,9 +45,10 @@ class Job:
     decode_seconds: float = 0.0
     prefilled_tokens: int = 0  # prompt tokens that were not in the cache already
 
-    def request(self, slots: int, cached: int) -> decode.Request:
-        """The job as `decode.start` takes it."""
+    def request(self, slots: int, cached: int, plan: Plan) -> decode.Request:
+        """The job as `decode.start` takes it. Without guesses there is nothing to accept: plain is exact."""
         p = self.params
+        acceptance = ACCEPTANCE[p.acceptance] if plan.tree.nodes > 1 else EXACT
         tokens = np.zeros((slots,), np.int32)
         tokens[: len(self.prompt_ids)] = self.prompt_ids
         ends = np.full((decode.MAX_END_TOKENS,), -1, np.int32)
@@ -68,7 +69,7 @@ class Job:
                 min_p=one(p.min_p, np.float32),
                 repetition_penalty=one(p.repetition_penalty, np.float32),
                 seed=one(p.seed, np.uint32),
-                acceptance=one(ACCEPTANCE[p.acceptance], np.int32),
+                acceptance=one(acceptance, np.int32),
                 epsilon=one(p.epsilon, np.float32),
                 delta=one(p.delta, np.float32),
             ),
@@ -183,7 +184,7 @@ class Session:
         began = time.perf_counter()
         if self.state is None:
             self.state = programs.empty(1, self.slots)()
-        state = programs.start(self.slots)(self.state, job.request(self.slots, reuse))
+        state = programs.start(self.slots)(self.state, job.request(self.slots, reuse, self.engine.plan))
         chunk = decode.chunk_for(unread)
         report: Any = None
         for at in range(reuse, len(job.prompt_ids), chunk):

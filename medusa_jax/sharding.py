@@ -7,8 +7,9 @@ of parameters and state: two all-reduces a layer and one for the embedding.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +18,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from medusa_jax.config import ModelConfig
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, shown
 
 AXES = ("data", "fsdp", "tensor")
+_MOST_PRETENDED = 512  # CPU devices that a hint proposes; each takes a thread
 
 # Projections by output row, o and down by input column, both vocabulary tables by row. Every parameter
 # path must match exactly one line. "heads" stands for `tensor` where that divides the K/V heads, and
@@ -40,43 +42,87 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"model/norm/weight", (None,)),
 )
 
-# Heads: residual layers by input column (one all-reduce each), unembeddings by vocabulary row.
+# Heads: residual layers by input column (one all-reduce each), mixers by output row, which feeds them,
+# unembeddings by vocabulary row.
 HEAD_RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"layers/weight", (None, None, "fsdp", "tensor")),
     (r"layers/bias", (None, None, None)),
-    (r"layers/mixer_\d+_weight", ("fsdp", "tensor")),
-    (r"layers/mixer_\d+_bias", (None,)),
+    (r"layers/mixer_\d+_weight", ("tensor", "fsdp")),
+    (r"layers/mixer_\d+_bias", ("tensor",)),
     (r"layers/unembedding", (None, "tensor", "fsdp")),
     (r"token_map", (None,)),
     (r"table", ("tensor", "fsdp")),
 )
 
 
-def parse_mesh(text: str) -> dict[str, int]:
-    """Read `data=2,tensor=4`. Raises UserError for an unknown axis or a size that is no positive integer."""
-    sizes: dict[str, int] = {axis: 1 for axis in AXES}  # noqa: C420 - keys are str, not these literals
-    seen = set()
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        if name not in AXES or not value.isascii() or not value.isdigit() or int(value) < 1:
-            raise UserError(f"mesh: {part.strip()!r}, expected AXIS=SIZE with AXIS one of {', '.join(AXES)}")
-        if name in seen:
+_LARGEST_AXIS = 2**20  # far above any machine; a count of devices stays a number that can be printed
+
+
+def parse_mesh(mesh: str | Mapping[str, int]) -> dict[str, int]:
+    """The size of every axis, from `data=2,tensor=4` or from a mapping; 1 for those not named.
+
+    Raises UserError for an unknown axis, or a size that is not an integer of at least 1.
+    """
+    if isinstance(mesh, str):
+        pairs = [_parse_axis(part.strip()) for part in mesh.split(",")]
+    elif isinstance(mesh, Mapping):
+        pairs = list(mesh.items())
+    else:
+        raise UserError(f"mesh: {shown(mesh)}, expected AXIS=SIZE,... or a mapping of axes to sizes")
+    axes = ", ".join(AXES)
+    sizes: dict[str, int] = {}
+    for name, size in pairs:
+        if name not in AXES:
+            raise UserError(f"mesh: unknown axis {shown(name)}, expected one of {axes}")
+        if name in sizes:
             raise UserError(f"mesh: axis {name!r} is given twice")
-        seen.add(name)
-        sizes[name] = int(value)
-    return sizes
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or not 1 <= size <= _LARGEST_AXIS:
+            raise UserError(
+                f"mesh: size of axis {name!r} is {shown(size)}, expected an integer from 1 to {_LARGEST_AXIS}"
+            )
+        sizes[name] = int(size)
+    return {axis: sizes.get(axis, 1) for axis in AXES}
 
 
-def make_mesh(sizes: dict[str, int]) -> Mesh:
-    """A mesh of the first devices; axes not named have size 1. Raises UserError when there are too few."""
-    shape = tuple(sizes.get(axis, 1) for axis in AXES)
-    count = int(np.prod(shape))
+def _parse_axis(part: str) -> tuple[str, int]:
+    name, _, value = part.partition("=")
+    if name not in AXES or not re.fullmatch("[1-9][0-9]{0,9}", value):
+        raise UserError(
+            f"mesh: {shown(part)}, expected AXIS=SIZE with AXIS one of {', '.join(AXES)} "
+            f"and SIZE from 1 to {_LARGEST_AXIS}"
+        )
+    return name, int(value)
+
+
+def make_mesh(mesh: str | Mapping[str, int]) -> Mesh:
+    """A mesh of the first devices, from what `parse_mesh` takes. Raises UserError when there are too few."""
+    shape = tuple(parse_mesh(mesh).values())
+    count = math.prod(shape)
     if count > jax.device_count():
         asked = ",".join(f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True) if size > 1)
-        raise UserError(f"mesh: {asked} needs {count} devices, this machine has {jax.device_count()}")
+        hint = ""
+        if jax.default_backend() == "cpu" and count <= _MOST_PRETENDED:
+            hint = f"; to try it on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+        raise UserError(f"mesh: {asked} needs {count} devices, this machine has {jax.device_count()}{hint}")
     # Explicit axes, the default, would ask flax.linen's modules for shardings they cannot give.
     types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(shape, AXES, axis_types=types, devices=jax.devices()[:count])
+
+
+def as_mesh(mesh: str | Mapping[str, int] | Mesh | None) -> Mesh | None:
+    """A mesh as it is, or made from what `parse_mesh` takes; None stays None.
+
+    Raises UserError for a mesh without the three axes, and as `make_mesh` does.
+    """
+    if mesh is None:
+        return None
+    if not isinstance(mesh, Mesh):
+        return make_mesh(mesh)
+    missing = [axis for axis in AXES if axis not in mesh.axis_names]
+    if missing:
+        found = ", ".join(map(str, mesh.axis_names)) or "none"
+        raise UserError(f"mesh: no axis {missing[0]!r} (its axes: {found}), expected {', '.join(AXES)}")
+    return mesh
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -124,6 +170,7 @@ def path_string(path: tuple[Any, ...]) -> str:
 
 def param_shardings(params: Any, config: ModelConfig, mesh: Mesh | None) -> Any:
     """The sharding of every parameter (None without a mesh), from shapes or arrays."""
+    mesh = as_mesh(mesh)  # one that was handed in may lack an axis
     if mesh is None:
         return None
     return jax.tree_util.tree_map_with_path(

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, read_json_value, shown, write_atomically
 
 RankPath = tuple[int, ...]
 HitRates = Mapping[RankPath, float]
@@ -119,7 +118,7 @@ class Tree:
         if text and (text.endswith(".json") or os.sep in text or _exists(text)):
             return cls.load(text)
         names = ", ".join(published_names())
-        raise UserError(f"tree {text!r}: neither widths (such as 2x3x2), nor a file, nor one of {names}")
+        raise UserError(f"tree {shown(text)}: neither widths (such as 2x3x2), nor a file, nor one of {names}")
 
     @classmethod
     def grow(cls, hit_rates: HitRates, nodes: int) -> Tree:
@@ -240,7 +239,7 @@ class Tree:
 
     def save(self, path: str | Path, hit_rates: HitRates | None = None) -> None:
         """Write a tree file, whole or not at all. Raises UserError when the file cannot be written."""
-        write_whole(Path(path), self.to_json(hit_rates).encode())
+        write_atomically(Path(path), self.to_json(hit_rates).encode())
 
 
 def published_names() -> tuple[str, ...]:
@@ -254,14 +253,7 @@ def load_tree(path: str | Path) -> tuple[Tree, dict[RankPath, float] | None]:
     Other fields of the object are the writer's own. Returns the tree and its rates (None: it has none).
     Raises UserError naming the file when it is missing, not JSON, of another form or not a tree.
     """
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, a number of 5,000 digits
-        raise UserError(f"{path}: not valid JSON ({error})") from None
+    value = read_json_value(Path(path))
     if isinstance(value, dict):
         if "paths" not in value:
             raise UserError(f'{path}: the object has no "paths"')
@@ -279,17 +271,6 @@ def load_tree(path: str | Path) -> tuple[Tree, dict[RankPath, float] | None]:
     hit_rates = {tuple(path): rate for path, rate in zip(paths, rates, strict=True)}
     check_rates(hit_rates, str(path))
     return tree, {path: float(hit_rates[path]) for path in tree.paths}
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name and rename it. Raises UserError when that cannot be done."""
-    try:
-        with tempfile.TemporaryDirectory(prefix=".write-", dir=path.parent) as folder:
-            partial = Path(folder) / "file"
-            partial.write_bytes(data)
-            partial.replace(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 @functools.cache

@@ -11,8 +11,8 @@ from typing import Any
 import rich.text
 import rich.tree
 
-from medusa_jax.errors import UserError
-from medusa_jax.tree import HitRates, RankPath, Tree, check_rates, write_whole
+from medusa_jax.errors import UserError, write_atomically
+from medusa_jax.tree import HitRates, RankPath, Tree, check_rates
 
 # Inches.
 ROW, LAYER = 0.265, 1.35
@@ -79,7 +79,7 @@ def to_png(tree: Tree, path: str | Path, hit_rates: HitRates | None = None, titl
     _draw(axes, tree, place, hit_rates or {})
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=min(DPI, MAX_PIXELS / max(width, height)))
-    write_whole(Path(path), picture.getvalue())
+    write_atomically(Path(path), picture.getvalue())
 
 
 def _summary(tree: Tree, hit_rates: HitRates | None) -> str:

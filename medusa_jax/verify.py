@@ -83,7 +83,7 @@ def _at(values: jax.Array, node: jax.Array) -> jax.Array:
 
 def greedy(tree: Tree, draft: Draft, logits: jax.Array) -> Verdict:
     """All nodes at once: a node matches if its token is its parent's most likely next one."""
-    choice = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # [B, N]
+    choice = sampling.argmax(logits)  # [B, N]
     matches = (draft.tokens == choice[:, tree.parent]).at[:, 0].set(True)
     node, accepted = deepest(tree, matches)
     return Verdict(node, accepted, _at(choice, node))
@@ -101,7 +101,7 @@ def typical(tree: Tree, draft: Draft, logits: jax.Array, rows: RowSampling) -> V
     its = its.at[:, 0].set(0)
     likelihood = jnp.sum(jnp.where(jnp.asarray(tree.ancestors)[None], its[:, None, :], 0), axis=-1)
     node, accepted = deepest(tree, accept.at[:, 0].set(True), likelihood)
-    return Verdict(node, accepted, jnp.argmax(_at(logits, node), axis=-1).astype(jnp.int32))
+    return Verdict(node, accepted, sampling.argmax(_at(logits, node)))
 
 
 def residual(p: jax.Array, q: jax.Array, x: jax.Array, certain: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -203,7 +203,7 @@ def _careful(
         taken, left = siblings(p, q, guesses, certain, kids >= 0, uniforms)
         child = jnp.where(taken >= 0, _at(kids, jnp.maximum(taken, 0)), -1)
         g = sampling.gumbel(rows.seed, position[:, None], V, sampling.RESIDUAL_STREAM)[:, 0]
-        return child, jnp.argmax(jnp.log(left) + g, axis=-1).astype(jnp.int32)
+        return child, sampling.argmax(jnp.log(left) + g)
 
     def descend(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         depth, node, alive, accepted, chosen, used = carry

@@ -19,6 +19,8 @@ from infer import cli
 from infer.chat import Chat
 from medusa_jax import MedusaLM, SamplingParams, UserError
 from medusa_jax import generate as library
+from medusa_jax.schedule import Session
+from medusa_jax.weights import hub
 
 GREEDY = SamplingParams(max_new_tokens=30)
 WARM = SamplingParams(max_new_tokens=30, temperature=1.0, seed=7)
@@ -172,9 +174,20 @@ def test_a_chat_that_cannot_be_saved(tmp_path):
     with pytest.raises(UserError, match="cannot be written"):
         Chat(tiny.lm(), GREEDY).save(tmp_path / "none" / "chat.json")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match="is a directory"):
         Chat(tiny.lm(), GREEDY).save(tmp_path / "folder")
     assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
+def test_saving_touches_no_other_file(tmp_path):
+    chat = Chat(tiny.lm(), GREEDY)
+    other = tmp_path / "other"
+    other.write_text("kept")
+    (tmp_path / "chat.json.partial").symlink_to(other)
+    chat.save(tmp_path / "chat.json")
+    assert other.read_text() == "kept"
+    assert json.loads((tmp_path / "chat.json").read_text()) == {"messages": []}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["chat.json", "chat.json.partial", "other"]
 
 
 def test_the_cache_grows_with_the_chat():
@@ -213,6 +226,14 @@ def test_a_full_context_does_not_end_the_chat():
 # --------------------------------------------------------------------------------------------- Ctrl-C
 
 
+@pytest.fixture
+def listening():
+    """Ctrl-C as Python handles it: a test runner in the background may ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupted(chat: Chat, text: str, after: int):
     """An answer whose reader presses Ctrl-C after some pieces."""
     for count, piece in enumerate(chat.ask(text), 1):
@@ -221,6 +242,7 @@ def interrupted(chat: Chat, text: str, after: int):
             signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.usefixtures("listening")
 def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(capsys):
     handler = signal.getsignal(signal.SIGINT)
     whole = fresh([{"role": "user", "content": LONG}])
@@ -261,7 +283,7 @@ def talk(capsys, monkeypatch):
 
     def load(model, *, dtype, mesh, expect, progress, **guesses):
         assert (model, dtype, mesh) == (None, None, None)
-        expect(tiny.lm())
+        expect(tiny.lm())()
         return tiny.lm()
 
     def run(*lines: str, flags: tuple[str, ...] = (), raw: bytes | None = None) -> tuple[int, str, str]:
@@ -272,6 +294,7 @@ def talk(capsys, monkeypatch):
         return status, *capsys.readouterr()
 
     monkeypatch.setattr(MedusaLM, "load", load)
+    monkeypatch.setattr(hub, "default_model", lambda: None)
     monkeypatch.setattr(library, "enable_compilation_cache", lambda: None)
     return run
 
@@ -291,7 +314,7 @@ def test_a_scripted_chat(talk, tmp_path):
         "/help",
     ]
     status, out, err = talk("Hello!", "", "Rain", *commands, "/quit", "never asked")
-    assert status == 0
+    assert status == 2, "one of them was a mistake"
     assert out == f"{hello}\n{rain}\n{hello}\n"
     assert [m["content"] for m in json.loads(file.read_text())["messages"]] == ["Hello!", hello]
     for part in (
@@ -302,24 +325,83 @@ def test_a_scripted_chat(talk, tmp_path):
         "(a new chat)",
         "error: nothing to undo",
         "(loaded 2 messages)",
+        "(the same answer: decoding is greedy; try --temperature)",
         "/regenerate     answer again",
     ):
         assert part in err
 
 
 def test_mistakes_in_a_chat_do_not_end_it(talk, tmp_path):
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
+    os.mkfifo(tmp_path / "pipe")
     lines = ["/frobnicate now", "/save", "/load", f"/load {tmp_path / 'none'}", "/regenerate", "a" * 600]
+    lines += [
+        f"/load {deep}",
+        "/load ~nobody-of-that-name/x",
+        "/save ~nobody-of-that-name/x",
+        "/save .",
+        "/save /",
+    ]
+    lines += ["/save a\0b", "/load a\0b", "/load /dev/zero", f"/load {tmp_path / 'pipe'}", "/save /dev/null"]
     status, out, err = talk(*lines, "Hello!")
-    assert status == 0
+    assert status == 2
     assert out == fresh([{"role": "user", "content": "Hello!"}]) + "\n"
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) == len(lines)
     assert errors[0] == "error: /frobnicate: unknown command; /help lists them"
 
 
-def test_an_answer_cut_by_the_limit_is_said_to_be(talk):
-    assert "(cut at the limit" in talk(LONG)[2]
-    assert "(cut at the limit" not in talk("Hello!")[2]
+def test_a_failure_does_not_end_a_chat(talk, monkeypatch):
+    """Whatever fails: one line, the messages stay, and the next answer is read from the beginning."""
+    hello = fresh([{"role": "user", "content": "Hello!"}])
+    stream, calls = Session.stream, []
+
+    def failing(self, job):
+        calls.append(job)
+        pieces = stream(self, job)
+        for count, piece in enumerate(pieces):
+            yield piece
+            if len(calls) == 2 and count == 3:
+                raise ZeroDivisionError("the device\nis gone")
+
+    monkeypatch.setattr(Session, "stream", failing)
+    status, out, err = talk("Hello!", LONG, "/stats", "/regenerate")
+    assert status == 1
+    assert "failed: ZeroDivisionError: the device is gone\n" in err
+    assert "chat: 2 messages, 0 tokens in the cache" in err
+    lines = out.splitlines()
+    assert (lines[0], lines[-1]) == (hello, hello)
+    assert calls[2].prefilled_tokens == len(calls[2].prompt_ids)
+    calls.clear()
+    assert talk("Hello!", LONG, "/nothing")[0] == 2
+
+
+def test_a_reader_of_answers_that_leaves_ends_the_chat(talk, monkeypatch):
+    def gone(*_, **__):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(Session, "stream", gone)
+    assert talk("Hello!", "Hello!") == (1, "", "")
+
+
+def test_an_answer_cut_by_a_limit_is_said_to_be(talk):
+    assert "(cut: 30 new tokens are the limit; --max-new-tokens raises it)" in talk(LONG)[2]
+    assert "(cut" not in talk("Hello!")[2]
+    text = "a" * 600
+    while len(tiny.lm().tokenizer(text)["input_ids"]) > 462:  # with the template a few less than the context
+        text = text[1:]
+    full = talk(text, flags=("--max-new-tokens", "2000"))[2]
+    assert "(cut: the model's context of 512 tokens is full; /undo or /reset makes room)" in full
+
+
+def test_tokens_a_step_are_shown_where_wanted(talk):
+    flags = ("--show-accepted", "--temperature", "1", "--seed", "7")
+    status, out, err = talk("Hello!", "/regenerate", "/stats", flags=flags)
+    assert status == 0
+    assert "\x1b" not in out
+    assert err.count("tokens/step") == 3
+    assert "the same answer" not in err
 
 
 def test_flags_of_a_chat(talk):
@@ -386,6 +468,7 @@ def test_a_chat_at_a_terminal(tmp_path):
         wait_for(b"(Ctrl-D or /quit leaves)")
         wait_for(b"> ")
         os.write(master, b"\x04")
+        wait_for(b"\n")  # the shell's prompt begins a line
         assert process.wait(timeout=60) == 0
     finally:
         process.kill()

@@ -8,10 +8,13 @@ import io
 import json
 import os
 import pty
+import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,7 +71,7 @@ def command(folder, loaded, capsys, monkeypatch):
         key = (model, dtype, *guesses.values())
         if key not in loaded:
             loaded[key] = load(model, dtype=dtype, mesh=mesh, **guesses)
-        expect(loaded[key])
+        expect(loaded[key])()
         return loaded[key]
 
     def run(*argv: str, stdin: bytes | None = None, model: Path | None = None) -> Result:
@@ -131,8 +134,9 @@ def test_json_is_one_object_a_completion_in_input_order(command):
     for record in result.records:
         check_record(record, 30)
     assert {record["finish_reason"] for record in result.records} == {"stop", "length"}
-    assert result.err.count("\n") == 1
-    assert "5 completions" in result.err
+    tokens = sum(len(record["token_ids"]) for record in result.records)
+    line = rf"5 completions, {tokens} tokens in \d+\.\d s \(\d+\.\d tokens/s\), 1\.00 tokens/step\n"
+    assert re.fullmatch(line, result.err)
 
 
 @pytest.mark.parametrize("sampling", [(), ("--temperature", "1.5", "--top-p", "0.9", "--seed", "3")])
@@ -309,10 +313,15 @@ def test_a_stop_string_at_once_gives_an_empty_answer(command):
         (["--raw", "--system", "Be brief."], "system: a raw prompt has no system message"),
         (["--tree", "2x0"], "width 0 is not between"),
         (["--tree", "nothing"], "neither widths"),
+        (["--tree", "/dev/zero"], "/dev/zero: a pipe, socket or device"),
         (["--tree", "2x3", "--lookup", "off"], "a tree needs guesses"),
         (["--epsilon", "2"], "epsilon is 2.0"),
         (["--delta", "-1"], "delta is -1.0"),
         (["--acceptance", "wrong"], "--acceptance"),
+        (["--prompt", " \n"], "--prompt, text 2: the prompt is empty"),
+        (["--show-accepted", "--json"], "--show-accepted is for streamed text"),
+        (["--show-accepted", "--batch-size", "2"], "--show-accepted is for streamed text"),
+        (["--no\nsuch\x1b"], "unrecognized arguments: --no such\ufffd"),
     ],
 )
 def test_a_wrong_flag(command, flags, fragment):
@@ -338,6 +347,21 @@ def test_plain_overrides_the_flags_of_medusa(command):
     result = command("--prompt", "Hello!", "--max-new-tokens", "3", *medusa, "--plain")
     assert result.status == 0
     assert result.out == command("--prompt", "Hello!", "--max-new-tokens", "3").out
+
+
+def test_headers_show_no_control_characters(command):
+    family = "\U0001f468\u200d\U0001f469"
+    result = command("--prompt", f"a\x1b[31m\x07b\tc\u202e {family}", "b", "--max-new-tokens", "1")
+    assert result.out.startswith(f"### a\ufffd[31m\ufffdb c\ufffd {family}\n")
+
+
+def test_a_lossy_rule_is_named(command):
+    lookup = ("--lookup", "on", "--tree", "1x1x1", "--max-new-tokens", "5", "--temperature", "1")
+    typical = (*lookup, "--acceptance", "typical", "--prompt", "Hello!")
+    assert command(*typical).err.endswith(", lossy (typical acceptance)\n")
+    assert "tokens/step, lossy (typical acceptance)" in command(*typical, "Rain", "--batch-size", "2").err
+    assert command(*typical, "--json").records[0]["stats"]["lossy"] is True
+    assert "lossy" not in command(*lookup, "--prompt", "Hello!").err
 
 
 def test_dtype_and_mesh_reach_the_model(command, monkeypatch):
@@ -367,7 +391,13 @@ def test_standard_input_that_is_not_text(command):
     [
         (b"", "no prompts in it"),
         (b"\n \n", "no prompts in it"),
-        (b'{"prompt": "a"}\n\n{"prompt": }\n', "line 3: not valid JSON"),
+        (
+            b'{"prompt": "a"}\n\n{"prompt": }\n',
+            "line 3: not valid JSON (Expecting value at column 12)",
+        ),
+        (b'{"prompt": "  "}\n', "line 1: the prompt is empty"),
+        (b'{"prompt": ' + b"1" * 9999 + b"}\n", "line 1: not valid JSON"),
+        (b'{"prompt": "a"}\n"' + b"a" * 2**24, "line 2: more than 16,777,216 bytes"),
         (b'{"prompt": "a"}\n["b"]\n', "line 2: expected"),
         (b'{"text": "a"}\n', "line 1: expected"),
         (b'{"prompt": 1}\n', "line 1: expected"),
@@ -390,8 +420,18 @@ def test_a_wrong_prompt_file(command, tmp_path, lines, fragment):
 
 
 def test_prompt_files_that_cannot_be_read(command, tmp_path):
-    check_mistake(command("--prompts", str(tmp_path / "none")), "none: cannot be read (No such file")
-    check_mistake(command("--prompts", str(tmp_path)), "cannot be read (Is a directory)")
+    check_mistake(command("--prompts", str(tmp_path / "none")), "none: no such file")
+    check_mistake(command("--prompts", str(tmp_path)), "is a directory, expected a file")
+    check_mistake(command("--prompts", "/dev/zero"), "--prompts /dev/zero: a pipe, socket or device")
+    os.mkfifo(tmp_path / "pipe")
+    check_mistake(
+        command("--prompts", str(tmp_path / "pipe")),
+        "pipe: a pipe, socket or device, expected a regular file",
+    )
+    check_mistake(command("--prompts", "a\0b"), "not a name a file can have")
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(2 * 10**9)
+    check_mistake(command("--prompts", str(tmp_path / "huge")), "huge: has 2,000,000,000 bytes")
 
 
 def test_prompts_that_the_model_refuses(command, tmp_path):
@@ -469,6 +509,76 @@ cli.main(generate.run)
 """
 
 
+COLOURS = re.compile(r"\x1b\[(?:32|39)m")
+
+
+@pytest.mark.parametrize("stop", [(), ("over 日",)])
+def test_accepted_guesses_in_colour(stop):
+    """Painted text is the text; what is green is what guesses spelt, characters of several tokens too."""
+    lm = tiny.lm()
+    lm = MedusaLM(lm.config, lm.params, lm.tokenizer, {"eos_token_id": [2]})
+    ids = lm.tokenizer(" jumps over 日本語 the lazy")["input_ids"]
+    job = lm.job(lm.encode("a"), library.SamplingParams(stop=stop))
+    colours = cli.Colours(job)
+    painted, plain, guessed = "", "", []
+    for first in range(0, len(ids), 3):  # steps of a root and two guesses
+        for at, token in list(enumerate(ids))[first : first + 3]:
+            job.pieces.append(job.text_stream.push(token))
+            if job.text_stream.stopped:
+                break
+            job.token_ids.append(token)
+            job.step_nodes.append(-1 if at % 3 else 2)
+            guessed.append(bool(at % 3))
+        piece = "".join(job.pieces)
+        job.pieces.clear()
+        painted, plain = painted + colours.paint(piece), plain + piece
+        if job.text_stream.stopped:
+            break
+    else:
+        rest = job.text_stream.finish()
+        painted, plain = painted + colours.paint(rest), plain + rest
+    assert plain == (" jumps " if stop else " jumps over 日本語 the lazy")
+    assert COLOURS.sub("", painted) == plain
+    green = "".join(re.findall(r"\x1b\[32m(.*?)\x1b\[39m", painted))
+    assert green
+    if not stop:
+        # Each token's own text; a character of several tokens belongs to the last of them.
+        whole, expected = library.TextStream(lm.tokenizer), ""
+        for token, guess in zip(ids, guessed, strict=True):
+            text = whole.push(token)
+            expected += text if guess else ""
+        assert green == expected
+
+
+def at_a_terminal(environment, *arguments: str) -> str:
+    """What a command prints on a terminal of its own; its messages are not."""
+    master, terminal = pty.openpty()
+    with start(environment, *arguments, stdout=terminal) as process:
+        os.close(terminal)
+        shown = b""
+        try:
+            while select.select([master], [], [], 60)[0] and (part := os.read(master, 4096)):
+                shown += part
+        except OSError:  # the other end is closed
+            pass
+        os.close(master)
+        assert process.wait(timeout=60) == 0, process.stderr.read()
+    return shown.decode().replace("\r\n", "\n")
+
+
+def test_colours_only_on_a_terminal_that_wants_them(environment, folder, command):
+    flags = ["--prompt", "Rain " * 8, "--max-new-tokens", "60", "--lookup", "on", "--tree", "1x1x1"]
+    flags += ["--raw", "--repetition-penalty", "0.5"]  # this model seldom repeats itself otherwise
+    plain = command(*flags, "--show-accepted").out
+    assert "\x1b" not in plain
+    program = ["-m", "infer.generate", "--model", str(folder), *flags, "--show-accepted"]
+    environment = environment | {"TERM": "xterm"}
+    coloured = at_a_terminal(environment, *program)
+    assert COLOURS.sub("", coloured) == plain
+    assert coloured.count("\x1b[32m") > 2
+    assert at_a_terminal(environment | {"NO_COLOR": "1"}, *program) == plain
+
+
 @pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
     return tiny.environment()
@@ -490,6 +600,114 @@ def test_ctrl_c_in_the_middle_of_an_answer(environment, folder):
     assert len(shown + out) < len(expected)
     assert expected.encode().startswith(shown + out)
     assert err.split() == [b"interrupted"]
+
+
+# A test runner in the background may have been told to ignore Ctrl-C; its children would inherit that.
+LISTEN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
+def check_interrupted(process: subprocess.Popen) -> None:
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, (out, err)
+    assert re.fullmatch(rb"(\d+ tokens in .*\n)?interrupted\n", err), (out, err)
+
+
+def test_ctrl_c_at_any_moment(environment, folder):
+    """Through imports, compiling and decoding: never a traceback, never another status."""
+    flags = ["--model", str(folder), "--prompt", "What is the answer?", "--max-new-tokens", "400", "--json"]
+    # As with -m, Ctrl-C is watched before anything else of the package runs. It comes too late never.
+    code = (
+        LISTEN + "from infer import interrupts; interrupts.watch(); print(flush=True)\n"
+        "import time; from infer import generate, cli\n"
+        "def program(_):\n generate.run(); print(flush=True); time.sleep(60)\n"
+        "cli.main(program)"
+    )
+    whole = None
+    for moment in range(9, -1, -1):
+        with start(environment, "-c", code, *flags) as process:
+            process.stdout.readline()
+            began = time.monotonic()
+            if whole is None:
+                assert process.stdout.readline().startswith(b"{")
+                whole = time.monotonic() - began
+            else:
+                time.sleep(moment / 9 * whole)
+            process.send_signal(signal.SIGINT)
+            check_interrupted(process)
+
+
+def test_ctrl_c_that_a_library_swallows(environment, folder):
+    """In foreign code that catches everything, in long C code, and made another error of."""
+    for fault in (
+        "while True:\n  try: time.sleep(9)\n  except BaseException: pass",
+        "import numpy; numpy.sort(numpy.tile(numpy.arange(2e7), 9))  # C code, without Python's lock",
+        "try: time.sleep(9)\nexcept BaseException: raise ImportError('no')",
+    ):
+        code = (
+            f"{LISTEN}import time\nfrom infer import cli\n"
+            f"def program(_):\n print(flush=True)\n {fault.replace(chr(10), chr(10) + ' ')}\n return 0\n"
+            "cli.main(program)"
+        )
+        with start(environment, "-c", code) as process:
+            process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            check_interrupted(process)
+
+
+def test_ctrl_c_while_the_default_model_is_fetched(environment, tmp_path):
+    """Temporary folders are taken away; an exception that was swallowed ends the process all the same."""
+    for swallow in (False, True):
+        code = (
+            f"{LISTEN}import sys, tempfile, time\nfrom infer import cli, generate\n"
+            "from medusa_jax.weights import hub\n"
+            "def fetch():\n"
+            " with tempfile.TemporaryDirectory(dir=sys.argv.pop()):\n"
+            "  print(flush=True)\n"
+            "  try: time.sleep(30)\n"
+            f"  except KeyboardInterrupt:\n   if {not swallow}: raise\n"
+            f"  time.sleep(30)\n"
+            "hub.default_model = fetch\n"
+            "cli.main(lambda _: generate.run(['--prompt', 'a']))"
+        )
+        place = tmp_path / str(swallow)
+        place.mkdir()
+        with start(environment, "-c", code, str(place)) as process:
+            process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            check_interrupted(process)
+        if not swallow:
+            assert not list(place.iterdir())
+
+
+def test_ctrl_c_that_is_ignored(environment, folder):
+    """A shell's background job starts with it ignored."""
+    flags = ["--model", str(folder), "--prompt", "What is the answer?", "--max-new-tokens", "9"]
+    shell = ["-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-m", "infer.generate"]
+    with start(environment, *shell, *flags, executable="/bin/sh") as process:
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+
+
+def test_outputs_that_cannot_be_written(environment, tmp_path):
+    """A closed standard output, and a full one: one line and status 1, before anything is loaded."""
+    shell = ["-c", 'exec "$@" >&-', "sh", sys.executable, "-m"]
+    for program, *flags in (
+        ["infer.generate", "--prompt", "a"],
+        ["infer.chat"],
+        ["infer.generate", "--help"],
+    ):
+        with start(environment, *shell, program, *flags, executable="/bin/sh") as process:
+            _, err = process.communicate(timeout=60)
+        assert (process.returncode, err.count(b"\n")) == (1, 1), err
+        assert b"standard output is closed" in err
+    if Path("/dev/full").exists():
+        with (
+            Path("/dev/full").open("wb") as full,
+            start(environment, "-m", "infer.generate", "--help", stdout=full) as process,
+        ):
+            assert process.wait(timeout=60) == 1
 
 
 def test_a_reader_that_leaves(environment, folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +281,15 @@ def test_what_is_read_is_writable_and_unknown_names_are_errors(mixed: GGUFCheckp
 
 
 @pytest.mark.parametrize(
-    "name", ["blk.2.attn_q.weight", "blk.0.attn_qkv.weight", "blk.0.attn_q_norm.weight", "v.x"]
+    "name",
+    [
+        "blk.2.attn_q.weight",
+        "blk.00.attn_norm.weight",
+        "blk.\u0660.attn_norm.weight",
+        "blk.0.attn_qkv.weight",
+        "blk.0.attn_q_norm.weight",
+        "v.x",
+    ],
 )
 def test_unknown_tensors_are_refused(tmp_path: Path, name: str):
     refused(tmp_path, repr(name), extra={name: np.zeros(HEAD, np.float32)})
@@ -430,6 +439,12 @@ def test_mistral_windows(tmp_path: Path, changes: dict[str, Any], window: int | 
         ("ARCH.rope.dimension_count", 8),
         ("ARCH.block_count", None),
         ("ARCH.block_count", "two"),
+        ("ARCH.block_count", 3_000_000),  # would build a table of so many layers first
+        ("ARCH.embedding_length", 2**31),
+        ("ARCH.context_length", 2**32 - 1),
+        ("ARCH.rope.freq_base", 1.0),
+        ("ARCH.rope.freq_base", math.inf),
+        ("ARCH.attention.layer_norm_rms_epsilon", math.nan),
         ("ARCH.attention.head_count", 0),
         ("ARCH.attention.head_count_kv", [1, 2]),
         ("ARCH.attention.layer_norm_rms_epsilon", None),
@@ -488,8 +503,11 @@ def test_not_a_gguf_file(tmp_path: Path):
         GGUFCheckpoint(tmp_path / "x.gguf")
     with pytest.raises(UserError, match="directory"):
         GGUFCheckpoint(tmp_path)
-    with pytest.raises(UserError, match=r"none\.gguf: cannot be read"):
+    with pytest.raises(UserError, match=r"none\.gguf: no such file"):
         GGUFCheckpoint(tmp_path / "none.gguf")
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(UserError, match="expected a regular file"):  # opening it would wait for a writer
+        GGUFCheckpoint(tmp_path / "pipe.gguf")
 
 
 def test_big_endian(tmp_path: Path):
@@ -739,6 +757,8 @@ def test_sentencepiece_special_tokens(spm: dict[Any, Any], tmp_path: Path):
     }
     refused(tmp_path, "scores", **spm_changes(**{"tokenizer.ggml.scores": [-1000.0] * len(SPM + SPM_PIECES)}))
     refused(tmp_path, "scores", **spm_changes(**{"tokenizer.ggml.scores": None}))
+    scores = [math.nan] * len(SPM + SPM_PIECES)
+    refused(tmp_path, "scores", **spm_changes(**{"tokenizer.ggml.scores": scores}))
 
 
 @pytest.mark.parametrize(
@@ -746,6 +766,9 @@ def test_sentencepiece_special_tokens(spm: dict[Any, Any], tmp_path: Path):
     [
         ("pre", "deepseek-v3", "'deepseek-v3'"),
         ("pre", None, "None"),
+        ("pre", ["smollm", "gpt-2"], "smollm"),
+        ("token_type", ["x"] * len(TOKENS), "token_type"),
+        ("add_bos_token", "no", "true or false"),
         ("model", "bert", "'bert'"),
         ("model", None, "None"),
         ("tokens", None, "tokens"),

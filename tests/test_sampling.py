@@ -80,12 +80,21 @@ def test_ordered_bits_keep_the_order(value):
             assert its > key
 
 
-@pytest.mark.parametrize("size", [1, 15, 16, 17, 400, 1000])
+@pytest.mark.parametrize("size", [1, 400, 4096, 4097, 5000, 49152])
 def test_argmax_equals_numpys(size):
     rng = np.random.default_rng(size)
     x = rng.integers(-3, 3, (3, 4, size)).astype(np.float32)  # many ties: the first counts
     np.testing.assert_array_equal(sampling.argmax(jnp.asarray(x)), np.argmax(x, axis=-1))
     assert int(sampling.argmax(jnp.full((size,), -jnp.inf))) == 0
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "devices"), [(49152, 3), (49152, 8), (32000, 8), (128256, 8), (151936, 8), (32768, 16)]
+)
+def test_blocks_lie_within_shards(vocabulary, devices):
+    size = sampling.block_size(vocabulary)
+    assert size >= 4
+    assert vocabulary % (size * devices) == 0
 
 
 def test_noise_depends_on_seed_and_position_only():

@@ -126,16 +126,49 @@ def test_sizes_that_do_not_divide_are_refused_by_name():
         ("data=2,data=2", "given twice"),
         ("", "expected AXIS=SIZE"),
         ("data=²", "expected AXIS=SIZE"),
+        ("data=4294967296,tensor=4294967296", "size of axis 'data' is 4294967296"),
+        ("data=" + "9" * 5000, "expected AXIS=SIZE"),
+        ({"foo": 2}, "unknown axis 'foo'"),
+        ({5: 2}, "unknown axis 5"),
+        ({"data": 0}, "size of axis 'data' is 0"),
+        ({"data": -1}, "size of axis 'data' is -1"),
+        ({"data": "2"}, "size of axis 'data' is '2'"),
+        ({"data": 2.0}, "size of axis 'data' is 2.0"),
+        ({"data": True}, "size of axis 'data' is True"),
+        ({"data": 10**5000}, "size of axis 'data' is a very large int"),
+        (5, "mesh: 5, expected"),
+        (["data"], "expected AXIS=SIZE"),
     ],
 )
 def test_bad_meshes_are_refused(text, message):
-    with pytest.raises(UserError, match=message):
-        sharding.parse_mesh(text)
+    for read in (sharding.parse_mesh, sharding.make_mesh, sharding.as_mesh):
+        with pytest.raises(UserError, match=message):
+            read(text)
 
 
 def test_too_few_devices():
-    with pytest.raises(UserError, match=r"data=4,tensor=4 needs 16 devices, this machine has 8"):
-        sharding.make_mesh(sharding.parse_mesh("data=4,tensor=4"))
+    hint = "; to try it on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count=16"
+    with pytest.raises(
+        UserError, match=r"data=4,tensor=4 needs 16 devices, this machine has 8" + hint
+    ) as caught:
+        sharding.make_mesh({"data": 4, "tensor": np.int64(4)})
+    assert str(caught.value).endswith("=16")
+    with pytest.raises(UserError, match=r"needs 1099511627776 devices, this machine has 8$"):
+        sharding.make_mesh("data=1048576,tensor=1048576")
+
+
+def test_meshes_that_were_made_elsewhere():
+    assert sharding.as_mesh(None) is None
+    mesh = sharding.make_mesh({"tensor": 2})
+    assert sharding.as_mesh(mesh) is mesh
+    other = jax.make_mesh((2,), ("x",))
+    config = tiny.config()
+    for use in (
+        lambda: sharding.as_mesh(other),
+        lambda: sharding.param_shardings(backbone.abstract_params(config, jnp.float32), config, other),
+    ):
+        with pytest.raises(UserError, match=r"no axis 'data' \(its axes: x\), expected data, fsdp, tensor"):
+            use()
 
 
 @pytest.mark.default_model

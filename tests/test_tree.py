@@ -281,7 +281,7 @@ def test_a_file_is_a_list_or_an_object_in_any_order(tmp_path):
         (b"", "not valid JSON"),
         (b"[[0]", "not valid JSON"),
         (b"\xff\xfe", "not valid JSON"),
-        (b"[" * 200_000, "not valid JSON"),
+        (b"[" * 200_000, "nested"),
         (b"3", "expected a list of paths, found int"),
         (b'"0"', "expected a list of paths, found str"),
         (b"{}", 'the object has no "paths"'),
@@ -307,12 +307,12 @@ def test_broken_files_are_refused_by_name(tmp_path, content, message):
 def test_unreadable_and_unwritable_files(tmp_path):
     with pytest.raises(UserError, match="missing: no such file"):
         Tree.load(tmp_path / "missing")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="is a directory, expected a file"):
         Tree.load(tmp_path)
     with pytest.raises(UserError, match=r"missing/t\.json: cannot be written"):
         Tree.single().save(tmp_path / "missing/t.json")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(UserError, match="folder: cannot be written"):
+    with pytest.raises(UserError, match="folder: is a directory"):
         Tree.single().save(tmp_path / "folder")
     assert [file.name for file in tmp_path.iterdir()] == ["folder"]
 
@@ -322,13 +322,11 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     Tree.chain(1).save(file)
     with pytest.raises(UserError, match=r"none for path \(0, 0\)"):
         Tree.chain(2).save(file, {(0,): 0.5})
-    write = pathlib.Path.write_bytes
 
-    def full_disk(path, data):
-        write(path, data[:10])
+    def full_disk(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(pathlib.Path, "write_bytes", full_disk)
+    monkeypatch.setattr(pathlib.Path, "replace", full_disk)
     with pytest.raises(UserError, match=r"tree\.json: cannot be written \(No space left on device\)"):
         Tree.chain(2).save(file)
     assert json.loads(file.read_text()) == {"paths": [[0]]}

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from medusa_jax.config import ModelConfig, read_config
 from medusa_jax.errors import UserError
-from medusa_jax.weights import hf
+from medusa_jax.weights import checkpoints, hf
 from medusa_jax.weights import params as weights
 from medusa_jax.weights.source import TensorInfo
 
@@ -519,6 +519,20 @@ def test_a_changed_header_byte_is_an_error_or_another_header(at, value):
             assert hf.SINGLE in str(error)  # noqa: PT017
 
 
+@pytest.mark.parametrize("where", ["open", "stat"])
+def test_files_that_may_not_be_read(tmp_path, monkeypatch, where):
+    folder = write(tmp_path, make_arrays())
+    real = getattr(Path, where)
+
+    def refuse(self, *args, **options):  # these tests may run as root, who may read everything
+        if self.name == hf.SINGLE:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(Path, where, refuse)
+    assert broken(folder).endswith(f"{hf.SINGLE}: cannot be read (Permission denied)")
+
+
 def test_blocks_of_a_file(tmp_path):
     arrays = make_arrays(dtype=BF16)
     source = hf.SafetensorsCheckpoint(write(tmp_path, arrays, 2))
@@ -587,6 +601,17 @@ def test_a_target_in_use_is_refused(tmp_path):
     assert (tmp_path / "empty" / hf.SINGLE).is_file()
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "~nobody-of-that-name/x"])
+def test_targets_that_cannot_be(name):
+    with pytest.raises(UserError, match=r"cannot be read|not a name|home folder"):
+        hf.save_pretrained(name, weights.unflatten(make_arrays()), CONFIG)
+
+
+def test_a_target_of_the_longest_name(tmp_path):
+    hf.save_pretrained(tmp_path / ("x" * 255), weights.unflatten(make_arrays()), CONFIG)
+    assert names_in(tmp_path) == ["x" * 255]
+
+
 def test_parameters_must_fit_the_configuration(tmp_path):
     arrays = make_arrays()
     del arrays[HEAD]
@@ -652,6 +677,77 @@ def test_transformers_reads_the_folder(tmp_path):
     assert GenerationConfig.from_pretrained(tmp_path / "out").max_length == 77
     ids = AutoTokenizer.from_pretrained(tmp_path / "out")("hello world").input_ids
     assert ids == [2, 3]
+
+
+# The other files of a folder
+
+
+def folder_with(tmp_path: Path, generation=None, **config) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("generation", "read"),
+    [
+        ({"eos_token_id": 3}, {"eos_token_id": 3}),
+        ({"eos_token_id": 3.0}, {"eos_token_id": 3}),
+        ({"eos_token_id": [1, 2.0]}, {"eos_token_id": [1, 2]}),
+        ({"eos_token_id": None}, {"eos_token_id": 7}),
+        ({}, {"eos_token_id": 7}),
+        ({"top_k": 50.0, "do_sample": True}, {"top_k": 50, "do_sample": True, "eos_token_id": 7}),
+        ({"top_k": -1}, {"top_k": 0, "eos_token_id": 7}),
+        ({"top_p": None, "other": {"x": 1}}, {"top_p": None, "other": {"x": 1}, "eos_token_id": 7}),
+        (
+            {"max_new_tokens": 9.0, "temperature": 0},
+            {"max_new_tokens": 9, "temperature": 0, "eos_token_id": 7},
+        ),
+    ],
+)
+def test_generation_config(tmp_path, generation, read):
+    assert checkpoints.read_generation_config(folder_with(tmp_path, generation, eos_token_id=7), 24) == read
+
+
+def test_no_generation_config(tmp_path):
+    assert checkpoints.read_generation_config(folder_with(tmp_path), 24) == {"eos_token_id": None}
+    (tmp_path / "generation_config.json").symlink_to("nothing")
+    with pytest.raises(UserError, match=r"/generation_config\.json: no such file"):
+        checkpoints.read_generation_config(folder_with(tmp_path), 24)
+    (tmp_path / "generation_config.json").unlink()
+    with pytest.raises(UserError, match=r"/config\.json: eos_token_id is 24, expected an id below"):
+        checkpoints.read_generation_config(folder_with(tmp_path, eos_token_id=24), 24)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("eos_token_id", value) for value in ({}, "2", True, -1, 24, 1.5, [1, "2"], [[1]], 10**400, 1e999)),
+        *(("temperature", value) for value in ("1", -1, True, [1], float("nan"), 1e999, 10**400)),
+        *(("top_k", value) for value in ("50", -2, 1.5, True, {}, 10**400, 1e999)),
+        *(("top_p", value) for value in ("1", 0, 1.1, True, float("nan"), 10**400)),
+        *(("min_p", value) for value in ("1", -0.1, 1.1, False, [])),
+        *(("repetition_penalty", value) for value in ("1", 0, -1, 1e-300, 1e999, 10**400)),
+        *(("max_new_tokens", value) for value in ("1", 0, -1, 2.5, True, 10**400)),
+        *(("do_sample", value) for value in (1, 0, "true", [], {})),
+    ],
+)
+def test_bad_generation_config(tmp_path, field, value):
+    folder = folder_with(tmp_path, {field: value})
+    with pytest.raises(UserError, match=rf"/generation_config\.json: {field} is .*, expected"):
+        checkpoints.read_generation_config(folder, 24)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    import tiny
+
+    tokenizer = tiny.tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    last = max(tokenizer.get_vocab().values())
+    assert len(checkpoints.read_tokenizer(tmp_path, last + 1)) == len(tokenizer)
+    with pytest.raises(UserError, match=f"has id {last}, but vocab_size in config.json is {last}"):
+        checkpoints.read_tokenizer(tmp_path, last)
 
 
 # Memory

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType as GGMLType
 
 from medusa_jax.config import ModelConfig
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, require_file
 from medusa_jax.weights.gguf_config import ROPE_FREQS, read_config
 from medusa_jax.weights.gguf_tokenizer import build_tokenizer, special_ids
 from medusa_jax.weights.source import Index, TensorInfo
@@ -55,7 +55,8 @@ _BIASES = {
     "qwen2": ("attn_q", "attn_k", "attn_v"),
     "qwen3": ("attn_q", "attn_k", "attn_v", "attn_output"),
 }
-_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+# One spelling a layer, or blk.0 and blk.00 would be the same parameter.
+_LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)\.(weight|bias)")
 
 
 class _Tensor(NamedTuple):
@@ -156,6 +157,7 @@ class _Reader(gguf.GGUFReader):
 
 
 def _check_header(path: Path) -> None:
+    require_file(path)
     try:
         with path.open("rb") as file:
             head = file.read(8)

