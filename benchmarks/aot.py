@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -37,8 +38,9 @@ from jax.sharding import AxisType, Mesh
 from rich.console import Console
 from rich.table import Table
 
-from medusa_jax import backbone, cache, decode, sharding
-from medusa_jax.config import ModelConfig
+from medusa_jax import backbone, decode, heads, sharding
+from medusa_jax.config import MedusaConfig, ModelConfig
+from medusa_jax.tree import Tree
 
 LLAMA_2_7B = ModelConfig.from_hf(
     {
@@ -54,7 +56,9 @@ LLAMA_2_7B = ModelConfig.from_hf(
 )
 DTYPE = jnp.dtype(jnp.bfloat16)
 SLOTS = 2048
-TREE_NODES, TREE_PATH = 64, 5
+PLAIN = decode.Plan.plain()
+HEADS = MedusaConfig(4, 1, LLAMA_2_7B.hidden_size, LLAMA_2_7B.vocab_size)
+CONDITIONED = dataclasses.replace(HEADS, conditioned=True, draft_vocab_size=8192)
 BANDWIDTH = {"v5e": 819e9, "h200": 4.8e12}  # bytes/s
 
 READ_RATIO = 1.01  # bytes read over the analytic minimum
@@ -137,11 +141,17 @@ def h200() -> Mesh:
     return mesh_of(card, (1, 1, 1))
 
 
-def programs(mesh: Mesh, config: ModelConfig = LLAMA_2_7B) -> decode.Programs:
-    """The library's programs for parameters as its own rules shard them."""
+def programs(
+    mesh: Mesh, config: ModelConfig = LLAMA_2_7B, medusa: MedusaConfig | None = None
+) -> decode.Programs:
+    """The library's programs for parameters and heads as its own rules shard them."""
     params = backbone.abstract_params(config, DTYPE)
     params = sharding.with_shardings(params, sharding.param_shardings(params, config, mesh))
-    return decode.Programs(config, DTYPE, params, mesh)
+    made = None
+    if medusa is not None:
+        made = heads.abstract(medusa, DTYPE)
+        made = sharding.with_shardings(made, sharding.head_shardings(made, mesh))
+    return decode.Programs(config, DTYPE, params, made, mesh)
 
 
 def shard_bytes(tree: Any) -> float:
@@ -164,7 +174,7 @@ def built(program: Any, made: decode.Programs, state: decode.DecodeState, tokens
 
 
 def compile_step(made: decode.Programs, batch: int, function: Callable[..., decode.DecodeState]) -> Built:
-    """`function(params, state)` alone, the state donated."""
+    """`function(params, state)` alone, the state donated; plain steps are given no heads."""
     state = made.state_shape(batch, SLOTS)
     kept = jax.tree.map(lambda leaf: leaf.sharding, state)
     lowered = jax.jit(function, donate_argnames="state", out_shardings=kept).lower(made.params, state)
@@ -173,13 +183,17 @@ def compile_step(made: decode.Programs, batch: int, function: Callable[..., deco
 
 def build_step(mesh: Callable[[], Mesh]) -> Built:
     """One plain step of one row."""
-    return compile_step(programs(mesh()), 1, partial(decode.step, config=LLAMA_2_7B))
+
+    def step(params: backbone.Params, state: decode.DecodeState) -> decode.DecodeState:
+        return decode.step(params, None, state, LLAMA_2_7B, PLAIN)
+
+    return compile_step(programs(mesh()), 1, step)
 
 
 def build_run(mesh: Callable[[], Mesh]) -> Built:
     """The whole generation loop of one row."""
     made = programs(mesh())
-    return built(made.run(1, SLOTS), made, made.state_shape(1, SLOTS), 1)
+    return built(made.run(1, SLOTS, PLAIN), made, made.state_shape(1, SLOTS), 1)
 
 
 def build_prefill(mesh: Callable[[], Mesh]) -> Built:
@@ -195,24 +209,16 @@ def build_insert(mesh: Callable[[], Mesh]) -> Built:
     return built(made.insert(8, SLOTS), made, made.state_shape(8, SLOTS), 0)
 
 
-def build_tree(mesh: Callable[[], Mesh]) -> Built:
-    """A forward over 64 nodes, all their logits, and the commit of a path: what a tree step will do."""
-
-    def step(
-        params: backbone.Params, state: cache.KVCache, nodes: jax.Array, path: jax.Array
-    ) -> tuple[cache.KVCache, jax.Array]:
-        positions = state.lengths[:, None] + jnp.arange(TREE_NODES)[None]
-        ancestors = jnp.tri(TREE_NODES, dtype=bool)
-        hidden, fresh = backbone.forward(params, LLAMA_2_7B, nodes, positions, ancestors, state)
-        choice = jnp.argmax(backbone.unembed(params, LLAMA_2_7B, hidden), axis=-1)
-        return cache.commit(state, fresh, path, jnp.full((1,), TREE_PATH)), choice
-
-    made = programs(mesh())
-    state = made.state_shape(1, SLOTS)
-    ids = (jax.ShapeDtypeStruct((1, length), jnp.int32) for length in (TREE_NODES, TREE_PATH))
-    lowered = jax.jit(step, donate_argnames="state").lower(made.params, state.cache, *ids)
-    result = built(lowered.compile(), made, state, TREE_NODES)
-    return dataclasses.replace(result, leaves=len(jax.tree.leaves(state.cache)))
+def build_medusa(mesh: Callable[[], Mesh], medusa: MedusaConfig, nodes: int, batch: int = 1) -> Built:
+    """The generation loop of Medusa steps: heads, a tree of so many nodes, verification, commit."""
+    made = programs(mesh(), medusa=medusa)
+    rates = {
+        path: float(np.prod([0.5 / (rank + 1) for rank in path]))
+        for depth in range(1, medusa.num_heads + 1)
+        for path in itertools.product(range(10), repeat=depth)
+    }
+    plan = decode.Plan(Tree.grow(rates, nodes), medusa)
+    return built(made.run(batch, SLOTS, plan), made, made.state_shape(batch, SLOTS), batch * nodes)
 
 
 def small() -> ModelConfig:
@@ -227,7 +233,7 @@ def build_gathering() -> Built:
     whole = sharding.replicated(made.mesh)
 
     def step(params: backbone.Params, state: decode.DecodeState) -> decode.DecodeState:
-        return decode.step(jax.lax.with_sharding_constraint(params, whole), state, made.config)
+        return decode.step(jax.lax.with_sharding_constraint(params, whole), None, state, made.config, PLAIN)
 
     return compile_step(made, 1, step)
 
@@ -275,7 +281,15 @@ def cases() -> dict[str, Case]:
         "run-tensor8": Case(partial(build_run, eight), split),
         "insert-data2-tensor4": Case(partial(build_insert, partial(v5e, 2, 1, 4)), Limits(collectives={})),
         "prefill-512": Case(partial(build_prefill, one)),
-        "tree-64": Case(partial(build_tree, one)),
+        "medusa-64": Case(
+            partial(build_medusa, one, HEADS, 64), dataclasses.replace(single, read_ratio=1.05)
+        ),
+        "medusa-64-conditioned": Case(
+            partial(build_medusa, one, CONDITIONED, 64), dataclasses.replace(single, read_ratio=1.08)
+        ),
+        "medusa-64-tensor8": Case(partial(build_medusa, eight, HEADS, 64)),
+        "medusa-16-tensor8-batch8": Case(partial(build_medusa, eight, HEADS, 16, 8)),
+        "medusa-16-h200": Case(partial(build_medusa, h200, HEADS, 16), chip="h200"),
         "step-h200": Case(partial(build_step, h200), chip="h200"),
         "control-gather": Case(
             build_gathering, Limits(collectives={"all-reduce": 5}), breaks=frozenset({"all-gather"})

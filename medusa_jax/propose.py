@@ -195,7 +195,9 @@ def _score_together(
 
     None where that cannot be: heads that wait for the tokens above, or have tables of their own.
     """
-    if config is None or params is None or config.conditioned or config.own_unembedding:
+    if config is None or params is None or tree.max_depth == 0:
+        return None
+    if config.conditioned or config.own_unembedding:
         return None
     depths = range(min(config.num_heads, tree.max_depth))
     z = jnp.stack([heads.state(params, config, hidden, m, hidden[:, None]) for m in depths], axis=1)
