@@ -2,6 +2,7 @@
 
     python benchmarks/cpu.py                 what this project alone can measure
     python benchmarks/cpu.py --peer          also transformers' torch generate, same weights (extra: torch)
+    python benchmarks/cpu.py --products      what the form of a matrix product costs, and nothing else
     python benchmarks/cpu.py --check         exit with status 1 when a limit is passed
 
 Every claim is a ratio of two sides measured in one run, alternated, each by its median.
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,45 @@ def bench_steps(lm: MedusaLM, rounds: int) -> dict[int, float]:
 
     sides = {str(T): once(T) for T in WIDTHS}
     return {int(name): seconds for name, seconds in alternate(sides, rounds).items()}
+
+
+def bench_products(lm: MedusaLM, rounds: int) -> dict[str, dict[int, float]]:
+    """Median seconds of all products of one forward over T tokens, written in three ways; no attention."""
+
+    def rows_first(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return x @ weight.T
+
+    def weight_first(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return (weight @ x.T).T
+
+    def kept_weight_first(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jax.lax.optimization_barrier(weight @ x.T).T
+
+    def all_products(form: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, params: Any) -> Any:
+        for layer in range(lm.config.num_hidden_layers):
+            part = params["model"][f"layers_{layer}"]
+            attention, mlp = part["self_attn"], part["mlp"]
+            query, key, value = (form(x, attention[f"{n}_proj"]["weight"]) for n in "qkv")
+            groups = lm.config.num_attention_heads // lm.config.num_key_value_heads
+            x = x + form(query + jnp.tile(key + value, (1, groups)), attention["o_proj"]["weight"])
+            up = jax.nn.silu(form(x, mlp["gate_proj"]["weight"])) * form(x, mlp["up_proj"]["weight"])
+            x = x + form(up, mlp["down_proj"]["weight"])
+            x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True))
+        return form(x, backbone.unembedding_table(params))
+
+    found: dict[str, dict[int, float]] = {}
+    forms = (rows_first, weight_first, kept_weight_first)
+    programs = {form.__name__: jax.jit(partial(all_products, form)) for form in forms}
+    for T in (1, 2, 4, 8, 16, 32, 64):
+        x = jax.random.normal(jax.random.key(T), (T, lm.config.hidden_size))
+
+        def once(program: Any, x: jax.Array) -> Work:
+            return lambda: program(x, lm.params).block_until_ready()
+
+        times = alternate({name: once(program, x) for name, program in programs.items()}, rounds)
+        for name, seconds in times.items():
+            found.setdefault(name, {})[T] = seconds
+    return found
 
 
 def bench_batch(lm: MedusaLM, rounds: int, steps: int = 24) -> dict[str, float]:
@@ -227,10 +268,15 @@ def main() -> int:
     )
     arguments.add_argument("--rounds", type=int, default=9, help="timed rounds of each side (9)")
     arguments.add_argument("--peer", action="store_true", help="compare with transformers (needs torch)")
+    arguments.add_argument("--products", action="store_true", help="only ways of writing a product")
     arguments.add_argument("--check", action="store_true", help="status 1 when a limit is passed")
     arguments.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     args = arguments.parse_args()
     lm = MedusaLM.load(dtype="float32")
+    if args.products:
+        for name, times in bench_products(lm, args.rounds).items():
+            print(f"{name:18}", *(f"T={T}: {seconds * 1e3:.1f} ms" for T, seconds in times.items()))
+        return 0
     results: dict[str, Any] = {
         "start": bench_start(),
         "steps": bench_steps(lm, args.rounds),

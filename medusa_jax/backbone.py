@@ -103,7 +103,7 @@ def attend(
     K = fresh[0].shape[1]
     G = H // K
     # Queries of one K/V head stand together, so that both products are plain batched matrix products: as
-    # free einsums XLA:CPU transposes the cache for each (docs/benchmarks.md, "Attention on a CPU").
+    # free einsums XLA:CPU transposes the cache for each.
     grouped = query.reshape(B, T, K, G, h).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, h)
     precision = matmul_precision(query.dtype)
 
