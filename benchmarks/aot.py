@@ -40,6 +40,7 @@ from rich.table import Table
 
 from medusa_jax import backbone, decode, heads, sharding
 from medusa_jax.config import MedusaConfig, ModelConfig
+from medusa_jax.programs import Programs
 from medusa_jax.tree import Tree
 
 LLAMA_2_7B = ModelConfig.from_hf(
@@ -141,9 +142,7 @@ def h200() -> Mesh:
     return mesh_of(card, (1, 1, 1))
 
 
-def programs(
-    mesh: Mesh, config: ModelConfig = LLAMA_2_7B, medusa: MedusaConfig | None = None
-) -> decode.Programs:
+def programs(mesh: Mesh, config: ModelConfig = LLAMA_2_7B, medusa: MedusaConfig | None = None) -> Programs:
     """The library's programs for parameters and heads as its own rules shard them."""
     params = backbone.abstract_params(config, DTYPE)
     params = sharding.with_shardings(params, sharding.param_shardings(params, config, mesh))
@@ -151,7 +150,7 @@ def programs(
     if medusa is not None:
         made = heads.abstract(medusa, DTYPE)
         made = sharding.with_shardings(made, sharding.head_shardings(made, mesh))
-    return decode.Programs(config, DTYPE, params, made, mesh)
+    return Programs(config, DTYPE, params, made, mesh)
 
 
 def shard_bytes(tree: Any) -> float:
@@ -163,7 +162,7 @@ def shard_bytes(tree: Any) -> float:
     return sum(map(one, jax.tree.leaves(tree)))
 
 
-def built(program: Any, made: decode.Programs, state: decode.DecodeState, tokens: int) -> Built:
+def built(program: Any, made: Programs, state: decode.DecodeState, tokens: int) -> Built:
     """With the least that a forward over `tokens` must read: weights, cache, and rows of the embedding."""
     layers = (state.cache.keys, state.cache.values)
     table = made.params["model"]["embed_tokens"]
@@ -173,7 +172,7 @@ def built(program: Any, made: decode.Programs, state: decode.DecodeState, tokens
     return Built(program, minimum if tokens else 0.0, shard_bytes(layers), len(jax.tree.leaves(state)))
 
 
-def compile_step(made: decode.Programs, batch: int, function: Callable[..., decode.DecodeState]) -> Built:
+def compile_step(made: Programs, batch: int, function: Callable[..., decode.DecodeState]) -> Built:
     """`function(params, state)` alone, the state donated; plain steps are given no heads."""
     state = made.state_shape(batch, SLOTS)
     kept = jax.tree.map(lambda leaf: leaf.sharding, state)

@@ -14,7 +14,7 @@ from infer import cli, interrupts
 
 if TYPE_CHECKING:
     from medusa_jax import MedusaLM, SamplingParams
-    from medusa_jax.generate import Completion
+    from medusa_jax.completion import Completion
     from medusa_jax.schedule import Job
 
 COMMANDS = """\
@@ -95,7 +95,7 @@ class Chat:
 
     def _keep(self, messages: list[dict[str, str]], job: Job) -> None:
         """Hold in the chat what was shown of an answer, whatever ended it."""
-        from medusa_jax.generate import completion
+        from medusa_jax.completion import completion
 
         shown = "".join(job.pieces)
         self.messages = [*messages, {"role": "assistant", "content": shown}]
@@ -143,8 +143,8 @@ class Chat:
     def load(self, path: Path) -> None:
         """Continue the chat in a file that `save` wrote."""
         from medusa_jax import UserError
+        from medusa_jax.completion import messages_of
         from medusa_jax.errors import read_json
-        from medusa_jax.generate import messages_of
 
         raw = read_json(path).get("messages")
         if not isinstance(raw, list):

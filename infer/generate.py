@@ -15,7 +15,7 @@ from infer import cli
 
 if TYPE_CHECKING:
     from medusa_jax import Completion, MedusaLM
-    from medusa_jax.generate import Prompt
+    from medusa_jax.completion import Prompt
 
 EPILOG = """\
 examples:
@@ -129,8 +129,8 @@ def _parse(line: bytes, path: Path, number: int) -> tuple[Any] | None:
 
 
 def _prompt_of(record: Any, where: str) -> Prompt:
+    from medusa_jax.completion import messages_of
     from medusa_jax.errors import UserError
-    from medusa_jax.generate import messages_of
 
     if isinstance(record, dict) and ("prompt" in record) != ("messages" in record):
         if isinstance(record.get("prompt"), str):
@@ -183,7 +183,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _stream(lm: MedusaLM, prompts: Sequence[Prompt], jobs: Sequence[Any], coloured: bool) -> None:
-    from medusa_jax.generate import completion
+    from medusa_jax.completion import completion
 
     for number, (prompt, job) in enumerate(zip(prompts, jobs, strict=True)):
         if len(prompts) > 1:
@@ -216,7 +216,7 @@ def _batch(lm: MedusaLM, prompts: Sequence[Prompt], jobs: Sequence[Any], args: a
 
 
 def _one_line(prompt: Prompt) -> str:
-    from medusa_jax.generate import prompt_text
+    from medusa_jax.completion import prompt_text
 
     text = cli.printable(" ".join(prompt_text(prompt).split()))
     return text if len(text) <= 100 else text[:99] + "…"

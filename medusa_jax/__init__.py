@@ -10,8 +10,9 @@ import os
 # transformers is here for its tokenizers; that it finds no torch is no news for anybody.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
+from medusa_jax.completion import Completion, Stats
 from medusa_jax.errors import UserError
-from medusa_jax.generate import Completion, MedusaLM, Stats, enable_compilation_cache
+from medusa_jax.generate import MedusaLM, enable_compilation_cache
 from medusa_jax.sampling import SamplingParams
 from medusa_jax.tree import Tree
 

@@ -1,24 +1,18 @@
-"""Prefill, step and the generation loop; the only file of the library that jits and donates.
+"""Prefill, step and the generation loop, as pure functions of a `DecodeState`.
 
 A batch is a set of rows, each with its own text. A row's life: `start` writes its prompt, `prefill`
 reads it chunk by chunk and chooses the first token, `run` steps until it is finished, `insert` puts
-another prefilled request in its place. All of them are pure functions of a `DecodeState`; `Programs`
-compiles them, once for each shape.
+another prefilled request in its place. `programs.Programs` compiles them, once for each shape.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from medusa_jax import backbone, cache, propose, sampling, sharding, verify
 from medusa_jax.backbone import Params
@@ -389,136 +383,3 @@ def slots_for(cached: int, unread: int, limit: int, depth: int) -> int:
     """
     chunk = chunk_for(unread)
     return bucket(max(cached + -(-unread // chunk) * chunk, limit + depth + 1), 128)
-
-
-# ------------------------------------------------------------------------------------------- programs
-
-
-@dataclasses.dataclass
-class Programs:
-    """The compiled programs of one model on one mesh, one for each combination of static shapes.
-
-    A prompt, a length, a temperature, a seed or a limit never adds one: those are traced.
-    """
-
-    config: ModelConfig
-    dtype: jnp.dtype
-    params: Params  # shapes, dtypes and shardings
-    heads: HeadParams | None = None  # likewise
-    mesh: jax.sharding.Mesh | None = None
-    compiled: dict[tuple[Any, ...], Any] = dataclasses.field(default_factory=dict)
-    locks: dict[tuple[Any, ...], threading.Lock] = dataclasses.field(default_factory=dict)
-
-    def state_shape(self, batch: int, slots: int) -> DecodeState:
-        """Shapes and shardings of a state."""
-        shapes = jax.eval_shape(partial(empty, self.config, batch, slots, self.dtype))
-        return sharding.with_shardings(shapes, sharding.state_shardings(shapes, self.config, self.mesh))
-
-    def _get(self, key: tuple[Any, ...], build: Callable[[], Any]) -> Any:
-        """The program of `key`, compiled when it is first asked for (by any thread)."""
-        with self.locks.setdefault(key, threading.Lock()):
-            if key not in self.compiled:
-                self.compiled[key] = build().compile()
-            return self.compiled[key]
-
-    def _out(self, state: DecodeState, *, with_report: bool) -> Any:
-        """Output shardings: a state comes out as it went in, a report whole on every device."""
-        if self.mesh is None:
-            return None
-        kept = jax.tree.map(lambda leaf: leaf.sharding, state)
-        return (kept, sharding.replicated(self.mesh)) if with_report else kept
-
-    def empty(self, batch: int, slots: int) -> Callable[[], DecodeState]:
-        """() -> an empty state."""
-
-        def build() -> Any:
-            make = partial(empty, self.config, batch, slots, self.dtype)
-            out = self._out(self.state_shape(batch, slots), with_report=False)
-            return jax.jit(make, out_shardings=out).lower()
-
-        return self._get(("empty", batch, slots), build)
-
-    def start(self, slots: int) -> Callable[[DecodeState, Request], DecodeState]:
-        """(state of one row: donated, request) -> state."""
-
-        def build() -> Any:
-            state = self.state_shape(1, slots)
-            out = self._out(state, with_report=False)
-            return jax.jit(start, donate_argnames="state", out_shardings=out).lower(
-                state, jax.eval_shape(partial(_blank_request, slots))
-            )
-
-        return self._get(("start", slots), build)
-
-    def prefill(
-        self, slots: int, chunk: int, fresh: bool
-    ) -> Callable[[Params, DecodeState], tuple[DecodeState, Report]]:
-        """(params, state of one row: donated) -> state, report."""
-
-        def build() -> Any:
-            state = self.state_shape(1, slots)
-            program = partial(prefill, config=self.config, chunk=chunk, fresh=fresh)
-            out = self._out(state, with_report=True)
-            return jax.jit(program, donate_argnames="state", out_shardings=out).lower(self.params, state)
-
-        return self._get(("prefill", slots, chunk, fresh), build)
-
-    def run(self, batch: int, slots: int, plan: Plan) -> Callable[..., tuple[DecodeState, Report]]:
-        """(params, heads, state: donated, max_steps int32, stop_early bool) -> state, report."""
-
-        def build() -> Any:
-            state = self.state_shape(batch, slots)
-            program = partial(run, config=self.config, plan=plan, shapes=state)
-            out = self._out(state, with_report=True)
-            scalars = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
-            heads = None if plan.heads is None else self.heads
-            return jax.jit(program, donate_argnames="state", out_shardings=out).lower(
-                self.params, heads, state, *scalars
-            )
-
-        return self._get(("run", batch, slots, plan), build)
-
-    def insert(self, batch: int, slots: int) -> Callable[[DecodeState, np.int32, DecodeState], DecodeState]:
-        """(state: donated, row int32, state of one row) -> state."""
-
-        def build() -> Any:
-            state, single = self.state_shape(batch, slots), self.state_shape(1, slots)
-            out = self._out(state, with_report=False)
-            return jax.jit(insert, donate_argnames="state", out_shardings=out).lower(
-                state, jax.ShapeDtypeStruct((), jnp.int32), single
-            )
-
-        return self._get(("insert", batch, slots), build)
-
-    def stop_rows(self, batch: int, slots: int) -> Callable[[DecodeState, np.ndarray], DecodeState]:
-        """(state: donated, keep [B] bool) -> state."""
-
-        def build() -> Any:
-            state = self.state_shape(batch, slots)
-            out = self._out(state, with_report=False)
-            return jax.jit(stop_rows, donate_argnames="state", out_shardings=out).lower(
-                state, jax.ShapeDtypeStruct((batch,), jnp.bool_)
-            )
-
-        return self._get(("stop_rows", batch, slots), build)
-
-    def grow(self, slots: int, larger: int) -> Callable[[DecodeState], DecodeState]:
-        """(state of one row) -> the same with `larger` slots."""
-
-        def build() -> Any:
-            out = self._out(self.state_shape(1, larger), with_report=False)
-            return jax.jit(partial(grow, slots=larger), out_shardings=out).lower(self.state_shape(1, slots))
-
-        return self._get(("grow", slots, larger), build)
-
-
-def _blank_request(slots: int) -> Request:
-    zero = jnp.int32(0)
-    return Request(
-        tokens=jnp.zeros((slots,), jnp.int32),
-        known=zero,
-        cached=zero,
-        limit=zero,
-        sampling=sampling.RowSampling.greedy(1),
-        end_tokens=jnp.full((MAX_END_TOKENS,), -1, jnp.int32),
-    )

@@ -16,9 +16,10 @@ import jax
 import numpy as np
 
 from medusa_jax import decode
-from medusa_jax.decode import DecodeState, Plan, Programs, Report
+from medusa_jax.decode import DecodeState, Plan, Report
 from medusa_jax.errors import UserError
 from medusa_jax.heads import HeadParams
+from medusa_jax.programs import Programs
 from medusa_jax.sampling import ACCEPTANCE, EXACT, RowSampling, SamplingParams
 from medusa_jax.text import TextStream
 
