@@ -3,6 +3,7 @@
     python benchmarks/cpu.py                 what this project alone can measure
     python benchmarks/cpu.py --peer          also transformers' torch generate, same weights (extra: torch)
     python benchmarks/cpu.py --products      what the form of a matrix product costs, and nothing else
+    python benchmarks/cpu.py --medusa        what a Medusa step costs, and nothing else
     python benchmarks/cpu.py --check         exit with status 1 when a limit is passed
 
 Every claim is a ratio of two sides measured in one run, alternated, each by its median.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -32,8 +34,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from medusa_jax import MedusaLM, SamplingParams, backbone, cache
+from medusa_jax import MedusaLM, SamplingParams, backbone, cache, heads
+from medusa_jax.config import MedusaConfig
 from medusa_jax.decode import Plan
+from medusa_jax.tree import Tree
 from medusa_jax.weights import hub
 
 PROMPT = "Explain in a few sentences how a bicycle stays upright when it moves."
@@ -114,47 +118,79 @@ def bench_products(lm: MedusaLM, rounds: int) -> dict[str, dict[int, float]]:
     return found
 
 
-def bench_batch(lm: MedusaLM, rounds: int, steps: int = 24) -> dict[str, float]:
-    """Tokens per second of 1 and of 64 rows, prompts of 64 tokens, 256 slots; and a sampled single row."""
+def decoding(
+    lm: MedusaLM, plan: Plan, batch: int = 1, steps: int = 16, temperature: float = 0.0, top_p: float = 1.0
+) -> Work:
+    """`steps` steps behind a prompt of 64 tokens, 256 slots."""
+    state = lm.programs.empty(batch, 256)()
+    tokens = np.random.default_rng(0).integers(100, 40000, (batch, 256))
+    sampling = dataclasses.replace(
+        state.sampling,
+        temperature=jnp.full((batch,), temperature, jnp.float32),
+        top_p=jnp.full((batch,), top_p, jnp.float32),
+        seed=jnp.arange(batch, dtype=jnp.uint32),
+    )
+    state = dataclasses.replace(
+        state,
+        tokens=jnp.asarray(tokens, jnp.int32),
+        limit=jnp.full((batch,), 240, jnp.int32),
+        sampling=sampling,
+    )
+    kept = [state]
+    engine = dataclasses.replace(lm.engine, plan=plan)
 
-    def side(batch: int, temperature: float, top_p: float) -> Work:
-        run = lm.programs.run(batch, 256, Plan.plain())
-        state = lm.programs.empty(batch, 256)()
-        tokens = np.random.default_rng(0).integers(100, 40000, (batch, 256))
-        sampling = dataclasses.replace(
-            state.sampling,
-            temperature=jnp.full((batch,), temperature, jnp.float32),
-            top_p=jnp.full((batch,), top_p, jnp.float32),
-            seed=jnp.arange(batch, dtype=jnp.uint32),
-        )
+    def work() -> None:
+        # Back to the prompt's end: what lies in the cache behind a length is garbage by definition.
         state = dataclasses.replace(
-            state,
-            tokens=jnp.asarray(tokens, jnp.int32),
-            limit=jnp.full((batch,), 255, jnp.int32),
-            sampling=sampling,
+            kept[0],
+            cache=dataclasses.replace(kept[0].cache, lengths=jnp.full((batch,), 64, jnp.int32)),
+            known=jnp.full((batch,), 65, jnp.int32),
+            active=jnp.ones((batch,), bool),
         )
-        kept = [state]
+        kept[0], report = engine.run(state, steps)
+        report.known.block_until_ready()
 
-        def work() -> None:
-            # Back to the prompt's end: what lies in the cache behind a length is garbage by definition.
-            state = dataclasses.replace(
-                kept[0],
-                cache=dataclasses.replace(kept[0].cache, lengths=jnp.full((batch,), 64, jnp.int32)),
-                known=jnp.full((batch,), 65, jnp.int32),
-                active=jnp.ones((batch,), bool),
-            )
-            kept[0], report = run(lm.params, None, state, np.int32(steps), np.bool_(False))
-            report.known.block_until_ready()
+    return work
 
-        return work
 
-    sides = {"1": side(1, 0.0, 1.0), "64": side(64, 0.0, 1.0), "sampled": side(1, 0.7, 0.9)}
+def bench_batch(lm: MedusaLM, rounds: int, steps: int = 24) -> dict[str, float]:
+    """Tokens per second of 1 and of 64 rows, and what sampling adds to one row."""
+    plain = Plan.plain()
+    sides = {
+        "1": decoding(lm, plan=plain, steps=steps),
+        "64": decoding(lm, plan=plain, batch=64, steps=steps),
+        "sampled": decoding(lm, plan=plain, steps=steps, temperature=0.7, top_p=0.9),
+    }
     seconds = alternate(sides, rounds)
     return {
         "one_row": steps / seconds["1"],
         "batch_64": 64 * steps / seconds["64"],
         "sampling_overhead": seconds["sampled"] / seconds["1"] - 1,
     }
+
+
+def bench_medusa(lm: MedusaLM, rounds: int, steps: int = 8) -> dict[str, float]:
+    """Milliseconds of a step, plain and Medusa; four untrained heads, draft vocabulary 8,192, lookup on.
+
+    Untrained heads cost what trained ones do, and guess almost nothing: this is cost, not gain.
+    """
+    sides = {"plain": decoding(lm, Plan.plain(), steps=steps)}
+    table = backbone.unembedding_table(lm.params)
+    for conditioned in (False, True):
+        config = MedusaConfig(4, 1, lm.config.hidden_size, lm.config.vocab_size, conditioned, False, 8192)
+        made = heads.init(config, table, jnp.float32, jnp.arange(8192, dtype=jnp.int32))
+        guessing = MedusaLM(lm.config, lm.params, lm.tokenizer, lm.generation_config, heads=(config, made))
+        rates = {
+            path: float(np.prod([0.5 / (rank + 1) for rank in path]))
+            for depth in range(1, 5)
+            for path in itertools.product(range(5), repeat=depth)
+        }
+        for nodes in (8, 16):
+            name = f"{'conditioned' if conditioned else 'independent'} heads, {nodes} nodes"
+            plan = Plan(Tree.grow(rates, nodes), config, lookup=True)
+            sides[name] = decoding(guessing, plan, steps=steps)
+            sides[name + ", sampled"] = decoding(guessing, plan, steps=steps, temperature=0.7, top_p=0.9)
+    return {name: seconds / steps * 1e3 for name, seconds in alternate(sides, rounds).items()}
 
 
 def bench_generate(lm: MedusaLM, rounds: int, peer: bool) -> dict[str, float]:
@@ -269,6 +305,7 @@ def main() -> int:
     arguments.add_argument("--rounds", type=int, default=9, help="timed rounds of each side (9)")
     arguments.add_argument("--peer", action="store_true", help="compare with transformers (needs torch)")
     arguments.add_argument("--products", action="store_true", help="only ways of writing a product")
+    arguments.add_argument("--medusa", action="store_true", help="only the cost of Medusa steps")
     arguments.add_argument("--check", action="store_true", help="status 1 when a limit is passed")
     arguments.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     args = arguments.parse_args()
@@ -276,6 +313,11 @@ def main() -> int:
     if args.products:
         for name, times in bench_products(lm, args.rounds).items():
             print(f"{name:18}", *(f"T={T}: {seconds * 1e3:.1f} ms" for T, seconds in times.items()))
+        return 0
+    if args.medusa:
+        costs = bench_medusa(lm, args.rounds)
+        for name, cost in costs.items():
+            print(f"{name:40} {cost:6.2f} ms, {cost / costs['plain']:.2f} times plain")
         return 0
     results: dict[str, Any] = {
         "start": bench_start(),
