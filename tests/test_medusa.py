@@ -1,5 +1,6 @@
 """Medusa decoding against plain decoding: every tree, source of guesses and acceptance rule."""
 
+import copy
 import dataclasses
 
 import jax
@@ -11,6 +12,7 @@ import tiny
 from medusa_jax import MedusaLM, SamplingParams, heads
 from medusa_jax.config import MedusaConfig
 from medusa_jax.tree import Tree
+from medusa_jax.weights import head_files
 
 PROMPTS = ["Rain falls on the plain", "A leap year has one day more", "The quick brown fox " * 3, "x"]
 TREES = {
@@ -89,3 +91,77 @@ def test_exact_gives_the_plain_text(kind, tree, lookup, params):
         emitted = sum((d + 1) * n for d, n in enumerate(one.stats.accepted_by_depth))
         assert emitted == one.stats.new_tokens == 40
         assert not one.stats.lossy
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("random", {"draft": 96}), ("random conditioned", {}), ("random", {"own": True, "num_layers": 2})],
+)
+@pytest.mark.parametrize("mesh", [None, "data=2,tensor=2"])
+def test_heads_from_files_give_the_plain_text(tmp_path, kind, options, mesh):
+    """Saved, loaded with the model, on one device and on a mesh."""
+    base = tiny.lm(end_tokens=())
+    folder = tiny.write_folder(tmp_path / "model", base, {"eos_token_id": []})
+    config, made = make_heads(base, kind, **options)
+    token_map = None if made.token_map is None else np.asarray(made.token_map)
+    layers = jax.tree.map(np.asarray, made.layers)
+    head_files.save_heads(tmp_path / "heads", config, layers, token_map)
+    lm = MedusaLM.load(folder, heads=tmp_path / "heads", tree="2x2x1", dtype="float32", mesh=mesh)
+    assert lm.plan.heads == config
+    assert lm.plan.lookup
+    for params in (SamplingParams(max_new_tokens=20), SamplingParams(max_new_tokens=20, temperature=0.9)):
+        expected = base.generate(PROMPTS, params, raw=True, batch_size=2)
+        got = lm.generate(PROMPTS, params, raw=True, batch_size=2)
+        assert [one.token_ids[:20] for one in got] == [one.token_ids for one in expected]
+
+
+def test_rows_of_a_medusa_batch_equal_their_single_runs():
+    """Rows accept different counts, end at different times and are refilled; rules and limits are mixed."""
+    lm = model("random", "sparse", True)
+    params = [
+        SamplingParams(max_new_tokens=25),
+        SamplingParams(max_new_tokens=7, temperature=0.9, seed=4),
+        SamplingParams(max_new_tokens=31, temperature=0.8, seed=5, acceptance="rejection"),
+        SamplingParams(max_new_tokens=18, temperature=0.7, seed=6, acceptance="typical"),
+    ]
+    single = [lm.generate([p], own, raw=True)[0] for p, own in zip(PROMPTS, params, strict=True)]
+    for batch_size in (2, 3, 4):
+        together = lm.generate(PROMPTS, params, raw=True, batch_size=batch_size)
+        assert [one.token_ids for one in together] == [one.token_ids for one in single]
+        assert [one.stats.accepted_by_depth for one in together] == [
+            one.stats.accepted_by_depth for one in single
+        ]
+    assert [one.stats.lossy for one in single] == [False, False, False, True]
+    assert [len(one.token_ids) for one in single] == [25, 7, 31, 18]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 11])
+def test_limits_cut_an_accepted_path_exactly(limit):
+    """A text that repeats itself is guessed whole; the limit falls inside accepted paths."""
+    lm = model("none", "chain", True)
+    prompt = "Rain Rain Rain Rain Rain Rain"
+    params = SamplingParams(max_new_tokens=limit, repetition_penalty=0.3)
+    (got,) = lm.generate([prompt], params, raw=True)
+    (plain,) = tiny.lm(end_tokens=()).generate([prompt], params, raw=True)
+    assert got.token_ids == plain.token_ids
+    assert len(got.token_ids) == limit
+    if limit == 11:
+        assert got.stats.steps < 8  # or nothing was accepted, and the test would show little
+
+
+@pytest.mark.parametrize("which", range(2, 9))
+def test_an_end_token_or_stop_string_inside_an_accepted_path_ends_there(which):
+    lm = copy.copy(model("none", "chain", True))
+    prompt = "Rain Rain Rain Rain Rain Rain"
+    params = SamplingParams(max_new_tokens=12, repetition_penalty=0.3)
+    (full,) = lm.generate([prompt], params, raw=True)
+    lm.end_tokens = (full.token_ids[which],)
+    (ended,) = lm.generate([prompt], params, raw=True)
+    cut = full.token_ids.index(full.token_ids[which]) + 1
+    assert (ended.token_ids, ended.finish_reason) == (full.token_ids[:cut], "stop")
+    lm.end_tokens = ()
+    stop = full.text[: which + 1]
+    (stopped,) = lm.generate([prompt], dataclasses.replace(params, stop=(stop,)), raw=True)
+    assert stopped.text == ""
+    assert "".join(lm.stream(prompt, dataclasses.replace(params, stop=(stop,)), raw=True)) == ""
+    assert sum(stopped.stats.accepted_by_depth) == stopped.stats.steps
