@@ -37,7 +37,6 @@ class DecodeState:
     cache: cache.KVCache
     tokens: jax.Array  # [B, S] int32, prompt and answer
     known: jax.Array  # [B] int32
-    prompt: jax.Array  # [B] int32, tokens that are prompt
     limit: jax.Array  # [B] int32, known may not pass it
     active: jax.Array  # [B] bool: still decoding
     broken: jax.Array  # [B] bool: the model gave logits that are not finite
@@ -85,7 +84,6 @@ def empty(config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> Deco
         cache=cache.allocate(config, batch, slots, dtype),
         tokens=jnp.zeros((batch, slots), jnp.int32),
         known=zeros,
-        prompt=zeros,
         limit=zeros,
         active=jnp.zeros((batch,), bool),
         broken=jnp.zeros((batch,), bool),
@@ -115,7 +113,6 @@ def start(state: DecodeState, request: Request) -> DecodeState:
         cache=dataclasses.replace(state.cache, lengths=request.cached[None]),
         tokens=request.tokens[None],
         known=request.known[None],
-        prompt=request.known[None],
         limit=request.limit[None],
         active=jnp.zeros((1,), bool),
         broken=jnp.zeros((1,), bool),

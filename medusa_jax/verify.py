@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from medusa_jax import sampling
 from medusa_jax.propose import EMPTY, Draft, Layout
-from medusa_jax.sampling import EXACT, REJECTION, TYPICAL, RowSampling
+from medusa_jax.sampling import REJECTION, TYPICAL, RowSampling
 from medusa_jax.tree import Tree
 
 
@@ -242,6 +242,3 @@ def _careful(
         lambda: jax.tree.map(lambda a, b: jnp.where(loose, a, b), typical(tree, draft, logits, rows), walked),
         lambda: walked,
     )
-
-
-__all__ = ["EXACT", "REJECTION", "TYPICAL", "Verdict", "accept_probability", "deepest", "residual", "verify"]

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -458,12 +459,21 @@ def test_a_chat_at_a_terminal(tmp_path):
             screen += os.read(master, 4096)
         screen = screen.partition(part)[2]
 
+    def wait_until_reading() -> None:
+        """A Ctrl-C between the prompt and the line editor's wait for keys is kept back until the next key."""
+        end = time.monotonic() + 60
+        while termios.tcgetattr(master)[3] & termios.ICANON:  # the editor takes the terminal's own away
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        time.sleep(0.3)
+
     try:
         wait_for(b"Talk with the model")
         wait_for(b"> ")
         os.write(master, b"Hello!\n")
         wait_for(fresh([{"role": "user", "content": "Hello!"}]).encode())
         wait_for(b"> ")
+        wait_until_reading()
         os.write(master, b"half a line\x03")
         wait_for(b"(Ctrl-D or /quit leaves)")
         wait_for(b"> ")
