@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,3 +91,9 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:size]):
             return size
     return 0
+
+
+def looping(ids: Sequence[int], length: int = 10, times: int = 3) -> bool:
+    """Whether any run of `length` ids occurs more than `times` times: the model repeats itself."""
+    seen: Counter[tuple[int, ...]] = Counter(tuple(ids[i : i + length]) for i in range(len(ids) - length + 1))
+    return any(count > times for count in seen.values())
