@@ -61,7 +61,7 @@ def save_head_checkpoint(
     arrays = named_arrays(config, layers, token_map, f"heads for {folder}")
     check_target(folder)
     stored = {name: array for name, array in arrays.items() if name not in _empty(config)}
-    with _orbax(f"{folder}: cannot be written") as ocp:
+    with orbax(f"{folder}: cannot be written") as ocp:
         first = jax.process_index() == 0
         try:
             if first:
@@ -100,7 +100,7 @@ def open_head_checkpoint(folder: str | os.PathLike[str]) -> HeadCheckpoint:
     config, metadata, infos = _open(folder)
 
     def read(dtype: np.dtype) -> tuple[Layers, np.ndarray | None]:
-        with _orbax(f"{folder}: the heads cannot be read") as ocp:
+        with orbax(f"{folder}: the heads cannot be read") as ocp:
             kinds = {name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype) for name in infos}
             if TOKEN_MAP in infos:
                 kinds[TOKEN_MAP] = ocp.RestoreArgs(restore_type=np.ndarray)
@@ -122,7 +122,7 @@ def restore_head_checkpoint(
     """
     folder = Path(folder).resolve()
     config, _, infos = _open(folder)
-    with _orbax(f"{folder}: the heads cannot be read") as ocp:
+    with orbax(f"{folder}: the heads cannot be read") as ocp:
         kinds = {
             PREFIX + name: ocp.ArrayRestoreArgs(sharding=shardings[name], dtype=np.dtype(dtype))
             for name in layer_shapes(config)
@@ -142,7 +142,7 @@ def _open(folder: Path) -> tuple[MedusaConfig, dict[str, Any], dict[str, TensorI
     for item in (_HEADS, _CONFIG):
         if not (folder / item).is_dir():
             raise UserError(f"{folder}: an Orbax checkpoint, but not of heads (no item {item!r})")
-    with _orbax(f"{folder}: not a whole Orbax checkpoint") as ocp:
+    with orbax(f"{folder}: not a whole Orbax checkpoint") as ocp:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
             raw = reader.restore(folder, ocp.args.Composite(**{_CONFIG: ocp.args.JsonRestore()}))[_CONFIG]
         with ocp.PyTreeCheckpointer() as reader:
@@ -180,7 +180,7 @@ def _split(arrays: Mapping[str, Any], config: MedusaConfig, folder: Path) -> tup
 
 
 @contextlib.contextmanager
-def _orbax(failure: str) -> Iterator[Any]:
+def orbax(failure: str) -> Iterator[Any]:
     """The library, without its chatter; whatever it raises becomes one line that starts with `failure`."""
     import orbax.checkpoint as ocp  # only here: it takes a second to import
 

@@ -1,0 +1,121 @@
+"""What a finished run leaves: heads that `--heads` takes, with a card, and the model where it was trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import yaml
+
+from medusa_jax.errors import write_atomically
+from medusa_jax.weights import hf
+from medusa_jax.weights.head_files import save_heads
+from train import lora
+from train.setup import Plan
+from train.step import Trained
+
+CARD = """\
+---
+library_name: medusa-jax
+base_model: {base}
+---
+# {kind} for {base}
+
+{heads} heads of {layers} layers{vocabulary}, trained with `python -m train` of medusa-jax; they guess tokens ahead so that
+{base} decodes several at a time. Use them with
+
+    python -m infer.generate --model {base} --heads THIS_FOLDER
+
+## Training
+
+* Data: {data}
+* {steps} steps of {batch} rows of {length} tokens, {hours:.2f} hours on {devices}
+* Command's fields that differ from the defaults:
+
+{fields}
+
+## Results on the documents held out
+
+| | loss | top-1 | top-2 | top-3 | top-4 | top-5 |
+|---|---|---|---|---|---|---|
+{table}
+"""
+
+
+def save(
+    output: Path,
+    plan: Plan,
+    trained: Trained,
+    token_map: np.ndarray | None,
+    params: Any,
+    tokenizer: Any,
+    generation_config: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+    card: str,
+) -> None:
+    """Write `output/heads`, and `output/model` where the model was trained; both replace older ones.
+
+    params: the frozen model, for adapters to be merged into.
+    """
+    dtype = np.dtype(jax.numpy.dtype(plan.config.run.heads_dtype))
+    layers = jax.tree.map(lambda leaf: np.asarray(leaf).astype(dtype), _local(trained.heads))
+    if jax.process_index() == 0:
+        _remove(output / "heads")
+        save_heads(output / "heads", plan.heads, layers, token_map, metadata)
+        write_atomically(output / "heads" / "README.md", card.encode())
+    if trained.backbone is None:
+        return
+    merged, config = _local(trained.backbone), plan.model
+    if plan.config.backbone.backbone == "lora":
+        merged, config = lora.merge(params, trained.backbone, plan.model)
+    merged = jax.tree.map(lambda leaf: np.asarray(leaf).astype(plan.dtype), _local(merged))
+    if jax.process_index() == 0:
+        _remove(output / "model")
+        hf.save_pretrained(output / "model", merged, config, tokenizer, generation_config)
+
+
+def _local(tree: Any) -> Any:
+    """Arrays whole on this process."""
+    if jax.process_count() == 1:
+        return tree
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def card(
+    plan: Plan, base: str, report: str, steps: int, seconds: float, values: Mapping[str, float], defaults: Any
+) -> str:
+    """The text of the heads' README."""
+    fields = {k: v for k, v in plan.config.flat().items() if v != defaults.flat()[k]}
+    rows = []
+    for m in range(plan.heads.num_heads):
+        if f"head{m}/loss" in values:
+            shares = " | ".join(f"{values[f'head{m}/top{k}']:.3f}" for k in range(1, 6))
+            rows.append(f"| head {m} | {values[f'head{m}/loss']:.3f} | {shares} |")
+    size = plan.heads.draft_vocab_size
+    return CARD.format(
+        base=base,
+        kind="Conditioned Medusa heads" if plan.heads.conditioned else "Medusa heads",
+        heads=plan.heads.num_heads,
+        layers=plan.heads.num_layers,
+        vocabulary=f" over the {size:,} most frequent tokens" if size else "",
+        data=report,
+        steps=steps,
+        batch=plan.config.optimizer.batch_size,
+        length=plan.config.data.sequence_length,
+        hours=seconds / 3600,
+        devices=f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        fields="\n".join("      " + line for line in yaml.safe_dump(fields, sort_keys=False).splitlines()),
+        table="\n".join(rows) or "| none were held out | | | | | | |",
+    )
