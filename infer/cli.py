@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from infer import STATUS, interrupts
 
 if TYPE_CHECKING:  # importing jax takes a second that --help and a wrong flag need not wait for
+    from jax.sharding import Mesh
+
     from medusa_jax import MedusaLM, SamplingParams
     from medusa_jax.sampling import SamplingParams as Sampling
     from medusa_jax.schedule import Job
@@ -241,21 +243,29 @@ def show_colours(wanted: bool) -> bool:
     )
 
 
+def make_mesh(text: str | None) -> Mesh | None:
+    """The mesh that --mesh names; where there are no accelerators, of as many pretended CPU devices."""
+    import jax
+
+    from medusa_jax import sharding
+
+    forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if text is not None and not forced:
+        count = math.prod(sharding.parse_mesh(text).values())
+        jax.config.update("jax_num_cpu_devices", min(count, MOST_CPU_DEVICES))
+    return sharding.as_mesh(text)
+
+
 def load_model(args: argparse.Namespace, expect: Callable[[MedusaLM], Callable[[], None]]) -> MedusaLM:
     """Load the model that the flags name, compiling meanwhile, with a progress bar on a terminal."""
     import jax
 
-    from medusa_jax import MedusaLM, sharding
+    from medusa_jax import MedusaLM
     from medusa_jax.generate import enable_compilation_cache
     from medusa_jax.tree import Tree
     from medusa_jax.weights import hub
 
-    forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if args.mesh is not None and not forced:
-        # Where there are no accelerators, a mesh is tried on as many pretended CPU devices.
-        count = math.prod(sharding.parse_mesh(args.mesh).values())
-        jax.config.update("jax_num_cpu_devices", min(count, MOST_CPU_DEVICES))
-    mesh = sharding.as_mesh(args.mesh)  # before anything is fetched
+    mesh = make_mesh(args.mesh)  # before anything is fetched
     enable_compilation_cache()
     slow = threading.Timer(4, note, ["preparing (the first run of a model compiles its programs) ..."])
     slow.daemon = True
@@ -284,10 +294,13 @@ def load_model(args: argparse.Namespace, expect: Callable[[MedusaLM], Callable[[
 
 
 class progress_bar:  # noqa: N801 - used as a function
-    """A bar of bytes on standard error while it is a terminal and the work lasts; nothing otherwise."""
+    """A bar on standard error while it is a terminal and the work lasts; nothing otherwise.
 
-    def __init__(self, title: str) -> None:
-        self._title = title
+    unit: what is counted, bytes if it is not said.
+    """
+
+    def __init__(self, title: str, unit: str | None = None) -> None:
+        self._title, self._unit = title, unit
         self._bar: Any = None
 
     def __enter__(self) -> Callable[[int, int], None] | None:
@@ -298,7 +311,10 @@ class progress_bar:  # noqa: N801 - used as a function
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
         if self._bar is None:
-            columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+            counted = DownloadColumn()
+            if self._unit is not None:
+                counted = TextColumn("{task.completed:,.0f} of {task.total:,.0f} " + self._unit)
+            columns = TextColumn("{task.description}"), BarColumn(), counted, TimeRemainingColumn()
             console = Console(stderr=True)
             self._bar = Progress(*columns, console=console, transient=True)
             if not console.is_dumb_terminal:  # after Ctrl-C: the bar's line empty, the cursor visible again

@@ -13,62 +13,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from medusa_jax import rope
+from medusa_jax import linear, rope
 from medusa_jax.cache import KeyValue, KVCache
 from medusa_jax.config import ModelConfig
+from medusa_jax.linear import Linear, matmul_precision, over_leading, project
 
 Params = dict[str, Any]
-
-
-def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision:
-    """float32 means float32: the default on TPU and on newer GPUs would round the factors first."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-
-
-def project(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
-    """x [..., in] times weight [out, in], giving [..., out].
-
-    On a CPU the product is written weight-first behind a barrier: XLA:CPU re-packs the right-hand
-    matrix of a product at every call, and must not be allowed to turn it round again
-    (docs/benchmarks.md, "Steps on a CPU").
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    precision = matmul_precision(weight.dtype)
-    out_dtype = out_dtype or x.dtype
-
-    def weight_first(rows: jax.Array, weight: jax.Array) -> jax.Array:
-        product = jnp.matmul(weight, rows.T, precision=precision, preferred_element_type=out_dtype)
-        return jax.lax.optimization_barrier(product).T
-
-    def rows_first(rows: jax.Array, weight: jax.Array) -> jax.Array:
-        return jnp.matmul(rows, weight.T, precision=precision, preferred_element_type=out_dtype)
-
-    product = jax.lax.platform_dependent(rows, weight, cpu=weight_first, default=rows_first)
-    return product.reshape(*x.shape[:-1], weight.shape[0])
-
-
-def over_leading(vector: jax.Array, like: jax.Array) -> jax.Array:
-    """A vector [n] with the rank of `like` [..., n]: broadcasting is asked for, never implied."""
-    return vector.reshape((1,) * (like.ndim - 1) + vector.shape)
-
-
-class Linear(nn.Module):
-    """A product with a weight [out, in] and, if asked, a bias [out]."""
-
-    features: int
-    use_bias: bool
-    param_dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x [..., in] -> [..., out]."""
-        shape = (self.features, x.shape[-1])
-        weight = self.param("weight", nn.initializers.normal(0.02), shape, self.param_dtype)
-        y = project(x, weight)
-        if self.use_bias:
-            bias = self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
-            y = y + over_leading(bias, y)
-        return y
+F32 = jnp.dtype(jnp.float32)
 
 
 class RMSNorm(nn.Module):
@@ -205,7 +156,7 @@ class Layer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A vocabulary table [V, D], read by row (`embed`) or multiplied with (`unembed`)."""
+    """A vocabulary table [V, D]; hidden states are multiplied with it by `unembed`."""
 
     config: ModelConfig
     param_dtype: jnp.dtype
@@ -217,11 +168,7 @@ class Embedding(nn.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Tokens [B, T] -> [B, T, D]. Ids outside the vocabulary (empty tree nodes) read its edge."""
-        return jnp.take(self.weight, tokens, axis=0, mode="clip")
-
-    def unembed(self, hidden: jax.Array) -> jax.Array:
-        """Hidden [..., D] -> float32 logits [..., V]."""
-        return project(hidden, self.weight, jnp.dtype(jnp.float32))
+        return linear.rows(self.variables["params"], tokens, self.param_dtype)
 
 
 class Decoder(nn.Module):
@@ -229,12 +176,14 @@ class Decoder(nn.Module):
 
     config: ModelConfig
     param_dtype: jnp.dtype
+    remat: bool
 
     def setup(self) -> None:
         """Declare the parts under Hugging Face's names."""
         c = self.config
         self.embed_tokens = Embedding(c, self.param_dtype)
-        self.layers = [Layer(c, self.param_dtype) for _ in range(c.num_hidden_layers)]
+        layer = nn.remat(Layer) if self.remat else Layer
+        self.layers = [layer(c, self.param_dtype) for _ in range(c.num_hidden_layers)]
         self.norm = RMSNorm(c.rms_norm_eps, self.param_dtype)
 
     def __call__(
@@ -274,14 +223,15 @@ def _masks(
 
 
 class CausalLM(nn.Module):
-    """Decoder and unembedding; what `forward` and `unembed` apply."""
+    """All parameters of a model; what `forward` applies."""
 
     config: ModelConfig
     param_dtype: jnp.dtype
+    remat: bool = False
 
     def setup(self) -> None:
         """Declare the parts under Hugging Face's names."""
-        self.model = Decoder(self.config, self.param_dtype)
+        self.model = Decoder(self.config, self.param_dtype, self.remat)
         if not self.config.tie_word_embeddings:
             self.lm_head = Embedding(self.config, self.param_dtype)
 
@@ -289,15 +239,11 @@ class CausalLM(nn.Module):
         """See `forward`."""
         return self.model(*args)
 
-    def unembed(self, hidden: jax.Array) -> jax.Array:
-        """See the function `unembed`."""
-        table = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return table.unembed(hidden)
-
-    def everything(self, tokens: jax.Array) -> jax.Array:
+    def everything(self, tokens: jax.Array) -> None:
         """Touch every parameter; for initialisation."""
-        hidden, _ = self(tokens, jnp.zeros_like(tokens), jnp.ones((1, 1), bool), None)
-        return self.unembed(hidden)
+        self(tokens, jnp.zeros_like(tokens), jnp.ones((1, 1), bool), None)
+        if not self.config.tie_word_embeddings:
+            self.lm_head.embed(tokens)
 
 
 def init(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> Params:
@@ -312,9 +258,21 @@ def abstract_params(config: ModelConfig, dtype: jnp.dtype) -> Params:
     return jax.eval_shape(lambda: init(config, jax.random.key(0), dtype))
 
 
+def compute_dtype(params: Params) -> jnp.dtype:
+    """The dtype that a model computes in: of its norms, which are never int8."""
+    return params["model"]["norm"]["weight"].dtype
+
+
 def unembedding_table(params: Params) -> jax.Array:
-    """The table [V, D] that scores tokens: the embedding where both are tied."""
-    return params.get("lm_head", params["model"]["embed_tokens"])["weight"]
+    """The table [V, D] that scores tokens: the embedding where both are tied. Without what LoRA adds."""
+    head = params.get("lm_head", {})
+    leaves = head if "weight" in head else params["model"]["embed_tokens"]
+    return linear.whole(leaves, compute_dtype(params))
+
+
+def embed(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
+    """Embeddings [..., D] of tokens [...]."""
+    return linear.rows(params["model"]["embed_tokens"], tokens, compute_dtype(params))
 
 
 def forward(
@@ -324,6 +282,9 @@ def forward(
     positions: jax.Array,
     relation: jax.Array,
     cache: KVCache | None,
+    *,
+    remat: bool = False,
+    dropout: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[KeyValue, ...]]:
     """Hidden states after the final norm [B, T, D], and the tokens' fresh keys and values for `cache.commit`.
 
@@ -331,12 +292,32 @@ def forward(
     token i attends to token j of this call (each to itself at least): causal for a prompt, ancestors
     for a tree. cache: the text before, which every token attends to (within its window); it is only
     read. None means that there is none, and saves reading an empty one.
+
+    For training: remat keeps only each layer's input for the backward pass; dropout is a key for the dropout
+    of LoRA layers, each of which has a stream of its own (None: without).
     """
-    module = CausalLM(config, params["model"]["norm"]["weight"].dtype)
-    return module.apply({"params": params}, tokens, positions, relation, cache)  # type: ignore[return-value]
+    module = CausalLM(config, compute_dtype(params), remat)
+    rngs = None if dropout is None else {"dropout": dropout}
+    return module.apply({"params": params}, tokens, positions, relation, cache, rngs=rngs)  # type: ignore[return-value]
+
+
+def unembed_terms(
+    params: Params, config: ModelConfig, hidden: jax.Array, dropout: jax.Array | None = None
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Products that add up to the logits of hidden [..., D]: pairs of x [..., d] and a table [V, d].
+
+    The hidden states and the unembedding; with LoRA on it, a second one of d = r. A loss can take them by
+    chunks. dropout: as in `forward`.
+    """
+    head = params.get("lm_head", {})
+    leaves = params["model"]["embed_tokens"] if config.tie_word_embeddings else head
+    terms = [(hidden, linear.whole(leaves, compute_dtype(params)))]
+    if "lora_a" in head:
+        terms.append(linear.low_rank(hidden, head, dropout))
+    return terms
 
 
 def unembed(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
     """float32 logits [..., V] of hidden states [..., D]."""
-    module = CausalLM(config, params["model"]["norm"]["weight"].dtype)
-    return module.apply({"params": params}, hidden, method=CausalLM.unembed)  # type: ignore[return-value]
+    first, *rest = [project(x, table, F32) for x, table in unembed_terms(params, config, hidden)]
+    return sum(rest, first)

@@ -8,6 +8,7 @@ name only when it is whole, on several processes too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import shutil
@@ -20,12 +21,11 @@ import jax
 import numpy as np
 
 from medusa_jax.config import MedusaConfig
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, is_file, read_json
 from medusa_jax.weights.head_files import (
     PREFIX,
     TOKEN_MAP,
     HeadCheckpoint,
-    Layers,
     check_named,
     check_target,
     check_token_map,
@@ -34,9 +34,11 @@ from medusa_jax.weights.head_files import (
     layer_shapes,
     named_arrays,
     parse,
+    stacked_parts,
 )
+from medusa_jax.weights.lazy import BLOCK_BYTES, Progress, Stack
 from medusa_jax.weights.params import flatten, unflatten
-from medusa_jax.weights.source import TensorInfo
+from medusa_jax.weights.source import Index, TensorInfo
 
 KIND = "Orbax heads"
 _MARK = "_CHECKPOINT_METADATA"  # Orbax writes it into every checkpoint of named items
@@ -51,15 +53,17 @@ def save_head_checkpoint(
     layers: Mapping[str, Any],
     token_map: Any = None,
     metadata: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Write heads as an Orbax checkpoint; arguments as `save_heads`. All processes must call it.
 
-    Arrays may be sharded, over processes too. Raises UserError when the folder exists and is not empty,
-    for arrays that do not fit the configuration, and when writing fails, which leaves nothing behind.
+    Arrays may be sharded, over processes too; lazy ones are written block by block. metadata: training
+    keeps "step", "metrics" and "model_fingerprint" (see `weights.fingerprint`) in it. Raises UserError when
+    the folder exists and is not empty, for arrays that do not fit the configuration, and when writing
+    fails, which leaves nothing behind.
     """
-    folder = Path(folder).resolve()
+    folder = check_target(folder)
     arrays = named_arrays(config, layers, token_map, f"heads for {folder}")
-    check_target(folder)
     stored = {name: array for name, array in arrays.items() if name not in _empty(config)}
     with orbax(f"{folder}: cannot be written") as ocp:
         first = jax.process_index() == 0
@@ -68,16 +72,46 @@ def save_head_checkpoint(
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 if folder.is_dir():
                     folder.rmdir()
+            # One head and layer a chunk, so that a part can be read without the others.
+            kinds = {
+                name: ocp.SaveArgs(chunk_byte_size=BLOCK_BYTES, shard_axes=tuple(range(len(array.shape) - 2)))
+                for name, array in stored.items()
+            }
             items = {
-                _HEADS: ocp.args.PyTreeSave(unflatten(stored)),
+                _HEADS: ocp.args.PyTreeSave(unflatten(stored), save_args=unflatten(kinds)),
                 _CONFIG: ocp.args.JsonSave(describe(config, metadata)),
             }
-            with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
+            handlers = {_HEADS: _streaming_handler(ocp, progress), _CONFIG: ocp.JsonCheckpointHandler()}
+            with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as writer:
                 writer.save(folder, ocp.args.Composite(**items))
         except BaseException:
             if first:
                 _discard(folder.with_name(folder.name + _PARTIAL))
             raise
+
+
+def _streaming_handler(ocp: Any, progress: Progress | None) -> Any:
+    """Orbax's handler of trees, which also takes lazy arrays and holds a block of them at a time."""
+
+    class Handler(ocp.type_handlers.NumpyHandler):
+        # Should Orbax one day not call this, it writes what NumPy makes of the lazy array: the same, whole.
+        async def _open_and_write(self, value: Any, tspec: dict[str, Any], ts_context: Any) -> None:
+            if not isinstance(value, Stack):
+                return await super()._open_and_write(value, tspec, ts_context)
+            import tensorstore
+
+            spec = tensorstore.Spec(tspec)
+            store = await tensorstore.open(spec, create=True, open=True, context=ts_context)
+            chunk = store.chunk_layout.write_chunk.shape
+            for place, block in value.blocks(None if chunk is None else chunk[len(value.lead)]):
+                await store[place].write(block.reshape(store[place].shape))
+                if progress is not None:
+                    progress(block.nbytes)
+
+    handler = Handler(deepcopy_host_arrays=False)
+    standard = ((jax.Array, ocp.type_handlers.ArrayHandler()), (np.ndarray, handler), (Stack, handler))
+    registry = ocp.type_handlers.create_type_handler_registry(*standard)
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
 def _discard(partial: Path) -> None:
@@ -91,7 +125,7 @@ def _discard(partial: Path) -> None:
 
 def is_head_checkpoint(folder: Path) -> bool:
     """Whether the folder is an Orbax checkpoint."""
-    return (folder / _MARK).is_file()
+    return is_file(folder / _MARK)
 
 
 def open_head_checkpoint(folder: str | os.PathLike[str]) -> HeadCheckpoint:
@@ -99,17 +133,33 @@ def open_head_checkpoint(folder: str | os.PathLike[str]) -> HeadCheckpoint:
     folder = Path(folder).resolve()
     config, metadata, infos = _open(folder)
 
-    def read(dtype: np.dtype) -> tuple[Layers, np.ndarray | None]:
-        with orbax(f"{folder}: the heads cannot be read") as ocp:
-            kinds = {name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype) for name in infos}
-            if TOKEN_MAP in infos:
-                kinds[TOKEN_MAP] = ocp.RestoreArgs(restore_type=np.ndarray)
-            arrays = _restore(ocp, folder, kinds)
-        arrays |= {name: np.zeros(shape, dtype) for name, shape in _empty(config).items()}
-        return _split(arrays, config, folder)
+    @functools.cache
+    def store(name: str) -> Any:
+        return _open_array(folder, name)
+
+    def read(name: str, index: Index) -> np.ndarray:
+        with orbax(f"{folder}: the heads cannot be read"):
+            return store(name)[index].read().result()
 
     dtype = common_dtype({name: info for name, info in infos.items() if name != TOKEN_MAP})
-    return HeadCheckpoint(folder, KIND, config, dtype, metadata, [], read)
+    parts = stacked_parts(config, infos, read)
+    tokens = (lambda: read(TOKEN_MAP, (slice(None),))) if TOKEN_MAP in infos else None
+    settings = describe(config, metadata)
+    return HeadCheckpoint(folder, KIND, config, dtype, metadata, [], parts, tokens, settings=settings)
+
+
+def _open_array(folder: Path, name: str) -> Any:
+    """A stored array as a store that can be read in parts, which Orbax itself offers no way to do."""
+    import tensorstore
+
+    kept = read_json(folder / _HEADS / "_METADATA")
+    base = {"driver": "file", "path": f"{folder / _HEADS}/"}
+    driver = "zarr3" if kept.get("use_zarr3") else "zarr"
+    if kept.get("use_ocdbt", True):
+        base = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+    else:
+        base["path"] += f"{name}/"
+    return tensorstore.open({"driver": driver, "kvstore": base}, read=True).result()
 
 
 def restore_head_checkpoint(

@@ -444,7 +444,12 @@ def _memory() -> int | None:
 
 
 def enable_compilation_cache(folder: str | os.PathLike[str] | None = None) -> None:
-    """Keep compiled programs in `folder` (default: the user's cache), so that the next start finds them."""
+    """Keep compiled programs in `folder` (default: the user's cache), so that the next start finds them.
+
+    Without `folder`, one that JAX has been told of already stays.
+    """
+    if folder is None and jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
+        return
     folder = hub.cache_dir() / "xla" if folder is None else Path(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

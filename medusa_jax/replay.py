@@ -1,4 +1,4 @@
-"""What heads and lookup would have guessed along a text that is known: ranks of the true tokens, at every place.
+"""What heads and lookup would have guessed along a known text: ranks of the true tokens, at every place.
 
 One forward over the text measures what decoding it would take a forward a step for. In a tree that decodes
 this text greedily, a node matches if and only if its tokens are the text's, so the rank of the true token in
@@ -35,8 +35,8 @@ def head_ranks(
     """Ranks in the heads' lists, [B, T, M] each: of the true tokens, and of lookup's.
 
     tokens [B, T]; hidden [B, T, D] after the final norm; found [B, T, M or more] as `lookups` gives it.
-    Entry [t, m] is about the token t + 2 + m, as head m at t guesses it after the true tokens t + 1 to t + 1 + m.
-    MISS where that lies behind the text or outside the draft vocabulary.
+    Entry [t, m] is about the token t + 2 + m, as head m at t guesses it after the true tokens t + 1 to
+    t + 1 + m. MISS where that lies behind the text or outside the draft vocabulary.
     """
     T = tokens.shape[1]
     true, looked = [], []
@@ -75,12 +75,17 @@ def lookups(tokens: jax.Array, depth: int) -> jax.Array:
 
 
 def combined_ranks(
-    tokens: np.ndarray, true: np.ndarray | None, looked: np.ndarray | None, found: np.ndarray | None, depth: int
+    tokens: np.ndarray,
+    true: np.ndarray | None,
+    looked: np.ndarray | None,
+    found: np.ndarray | None,
+    depth: int,
 ) -> np.ndarray:
     """Ranks of the true tokens in the lists of heads and lookup together, [T, depth]; MISS where in none.
 
     tokens [T]; true and looked [T, M] as `head_ranks` gives them, None without heads; found [T, depth] of
-    `lookups`, None without. Lookup's token comes first along the path of first ranks, as in `propose.put_first`.
+    `lookups`, None without. Lookup's token comes first along the path of first ranks, as in
+    `propose.put_first`.
     """
     T = len(tokens)
     ranks = np.full((T, depth), MISS, np.int64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,37 +21,58 @@ from medusa_jax.config import ModelConfig
 from medusa_jax.errors import UserError, shown
 
 AXES = ("data", "fsdp", "tensor")
+_Axes = tuple[str | None, ...]
+_Rules = tuple[tuple[str, _Axes], ...]
 _MOST_PRETENDED = 512  # CPU devices that a hint proposes; each takes a thread
 
 # Projections by output row, o and down by input column, both vocabulary tables by row. Every parameter
 # path must match exactly one line. "heads" stands for `tensor` where that divides the K/V heads, and
-# for nothing otherwise: a head is never split.
-RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+# for nothing otherwise: a head is never split. Scales and low bits of int8 weights lie as their weight does;
+# they are narrower, so an axis with "?" is left out where it does not divide. What LoRA adds is split by its
+# weight's rows and columns, and never by rank.
+RULES: _Rules = (
     (r"model/embed_tokens/weight", ("tensor", "fsdp")),
     (r"lm_head/weight", ("tensor", "fsdp")),
+    (r"(model/embed_tokens|lm_head)/(scale|low)", ("tensor", "fsdp?")),
+    (r"lm_head/lora_a", (None, "fsdp")),
+    (r"lm_head/lora_b", ("tensor", None)),
     (r"model/layers_\d+/self_attn/[qkv]_proj/weight", ("heads", "fsdp")),
+    (r"model/layers_\d+/self_attn/[qkv]_proj/(scale|low)", ("heads", "fsdp?")),
+    (r"model/layers_\d+/self_attn/[qkv]_proj/lora_a", (None, "fsdp")),
+    (r"model/layers_\d+/self_attn/[qkv]_proj/lora_b", ("heads", None)),
     (r"model/layers_\d+/self_attn/[qkv]_proj/bias", ("heads",)),
     (r"model/layers_\d+/self_attn/o_proj/weight", ("fsdp", "heads")),
+    (r"model/layers_\d+/self_attn/o_proj/(scale|low)", ("fsdp", "heads?")),
+    (r"model/layers_\d+/self_attn/o_proj/lora_a", (None, "heads")),
+    (r"model/layers_\d+/self_attn/o_proj/lora_b", ("fsdp", None)),
     (r"model/layers_\d+/self_attn/o_proj/bias", (None,)),
     (r"model/layers_\d+/self_attn/[qk]_norm/weight", (None,)),
     (r"model/layers_\d+/mlp/(gate|up)_proj/weight", ("tensor", "fsdp")),
+    (r"model/layers_\d+/mlp/(gate|up)_proj/(scale|low)", ("tensor", "fsdp?")),
+    (r"model/layers_\d+/mlp/(gate|up)_proj/lora_a", (None, "fsdp")),
+    (r"model/layers_\d+/mlp/(gate|up)_proj/lora_b", ("tensor", None)),
     (r"model/layers_\d+/mlp/(gate|up)_proj/bias", ("tensor",)),
     (r"model/layers_\d+/mlp/down_proj/weight", ("fsdp", "tensor")),
+    (r"model/layers_\d+/mlp/down_proj/(scale|low)", ("fsdp", "tensor?")),
+    (r"model/layers_\d+/mlp/down_proj/lora_a", (None, "tensor")),
+    (r"model/layers_\d+/mlp/down_proj/lora_b", ("fsdp", None)),
     (r"model/layers_\d+/mlp/down_proj/bias", (None,)),
+    (r"(model/layers_\d+/(self_attn|mlp)/\w+_proj|lm_head)/lora_dropout", ()),
     (r"model/layers_\d+/(input|post_attention)_layernorm/weight", (None,)),
     (r"model/norm/weight", (None,)),
 )
 
 # Heads: residual layers by input column (one all-reduce each), mixers by output row, which feeds them,
-# unembeddings by vocabulary row.
-HEAD_RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
-    (r"layers/weight", (None, None, "fsdp", "tensor")),
-    (r"layers/bias", (None, None, None)),
-    (r"layers/mixer_\d+_weight", ("tensor", "fsdp")),
-    (r"layers/mixer_\d+_bias", ("tensor",)),
-    (r"layers/unembedding", (None, "tensor", "fsdp")),
+# unembeddings by vocabulary row. In training they stand without the `layers/` of `HeadParams`, and beside the
+# tables of a model that is itself not there.
+HEAD_RULES: _Rules = (
+    (r"(layers/)?weight", (None, None, "fsdp", "tensor")),
+    (r"(layers/)?bias", (None, None, None)),
+    (r"(layers/)?mixer_\d+_weight", ("tensor", "fsdp")),
+    (r"(layers/)?mixer_\d+_bias", ("tensor",)),
+    (r"(layers/)?unembedding", (None, "tensor", "fsdp")),
     (r"token_map", (None,)),
-    (r"table", ("tensor", "fsdp")),
+    (r"table|embedding", ("tensor", "fsdp")),
 )
 
 
@@ -140,27 +161,42 @@ def spec_for(path: str, shape: tuple[int, ...], config: ModelConfig, mesh: Mesh)
 
     Raises UserError when a dimension does not divide over its axis.
     """
-    axes = [heads_axis(config, mesh) if axis == "heads" else axis for axis in _rule(path, RULES)]
-    return _checked(path, shape, axes, mesh)
+    return _checked(path, shape, _rule(path, RULES), mesh, config)
 
 
-def _rule(path: str, rules: tuple[tuple[str, tuple[str | None, ...]], ...]) -> tuple[str | None, ...]:
-    matches = [spec for pattern, spec in rules if re.fullmatch(pattern, path)]
+def _matches(path: str, rules: _Rules) -> list[_Axes]:
+    return [spec for pattern, spec in rules if re.fullmatch(pattern, path)]
+
+
+def _rule(path: str, rules: _Rules) -> _Axes:
+    matches = _matches(path, rules)
     if len(matches) != 1:
         raise ValueError(f"sharding: {len(matches)} rules match the parameter path {path!r}, expected one")
     return matches[0]
 
 
-def _checked(path: str, shape: tuple[int, ...], axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
+def _checked(
+    path: str, shape: tuple[int, ...], axes: _Axes, mesh: Mesh, config: ModelConfig | None = None
+) -> PartitionSpec:
     if len(axes) != len(shape):
         raise ValueError(
             f"sharding: the rule for {path!r} has {len(axes)} dimensions, the array {len(shape)}"
         )
-    for size, axis in zip(shape, axes, strict=True):
+    spec: list[str | None] = []
+    for size, wanted in zip(shape, axes, strict=True):
+        axis = wanted and wanted.removesuffix("?")
+        if axis == "heads":
+            assert config is not None
+            axis = heads_axis(config, mesh)
         if axis and size % mesh.shape[axis]:
-            name = path.replace("/", ".")
-            raise UserError(f"mesh: {axis}={mesh.shape[axis]} does not divide {name} of shape {list(shape)}")
-    return PartitionSpec(*axes)
+            if not str(wanted).endswith("?"):
+                name = path.replace("/", ".")
+                raise UserError(
+                    f"mesh: {axis}={mesh.shape[axis]} does not divide {name} of shape {list(shape)}"
+                )
+            axis = None
+        spec.append(axis)
+    return PartitionSpec(*spec)
 
 
 def path_string(path: tuple[Any, ...]) -> str:
@@ -188,6 +224,34 @@ def head_shardings(heads: Any, mesh: Mesh | None) -> Any:
         return NamedSharding(mesh, _checked(name, leaf.shape, _rule(name, HEAD_RULES), mesh))
 
     return jax.tree_util.tree_map_with_path(one, heads)
+
+
+def matching_shardings(tree: Any, config: ModelConfig, mesh: Mesh | None) -> Any:
+    """The sharding of every leaf of what training holds (None without a mesh), from shapes or arrays.
+
+    Masters, adapters, gradients and optimizer state end in the path of the parameter that they belong to
+    (`backbone_optimizer/0/mu/params/model/norm/weight`), and lie as it does: the longest end of a path that a
+    rule matches counts. Scalars are whole everywhere. Raises as `spec_for` does.
+    """
+    if mesh is None:
+        return None
+
+    def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        if not leaf.shape:
+            return replicated(mesh)
+        name = path_string(path)
+        parts = name.split("/")
+        ends = ("/".join(parts[start:]) for start in range(len(parts)))
+        end = next((end for end in ends if _matches(end, RULES + HEAD_RULES)), name)
+        rule = _rule(end, RULES + HEAD_RULES)
+        return NamedSharding(mesh, _checked(name, leaf.shape, rule, mesh, config))
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def batch_sharding(mesh: Mesh, leading: int = 1) -> NamedSharding:
+    """Rows of training data over `data` and `fsdp` together; rows are the last of `leading` dimensions."""
+    return NamedSharding(mesh, PartitionSpec(*(None,) * (leading - 1), ("data", "fsdp")))
 
 
 def place(arrays: Any, shardings: Any) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,9 +56,11 @@ def run(argv: Sequence[str] | None = None) -> int:
         system=options.data.system,
         skip_bad=options.data.skip_bad,
         drop_looping=options.data.drop_looping,
+        vocab_size=model.vocab_size,
     )
-    cli.note(data.report)
-    plan = Plan.of(options, model, heads, parse_dtype(options.run.dtype), mesh, data.rows)
+    for line in data.report.splitlines():
+        cli.note(line)
+    plan = Plan.of(options, model, heads, parse_dtype(options.run.dtype), mesh, data)
     if command.dry_run:
         for line in estimate.lines(plan, data):
             print(line)
@@ -132,7 +132,13 @@ def _train(
         cli.note(f"the checkpoint of step {best} is the best by validation; it is the one exported")
     values = loop.values_at.get(best, loop.last_values)
     text = export.card(
-        plan, base, data.report, int(done.step), time.perf_counter() - loop.began, values, TrainConfig()
+        plan,
+        base,
+        "; ".join(data.report.splitlines()),
+        int(done.step),
+        time.perf_counter() - loop.began,
+        values,
+        TrainConfig(),
     )
     export.save(
         output,
@@ -145,7 +151,9 @@ def _train(
         metadata | {"steps": int(done.step), "validation": values},
         text,
     )
-    cli.note(f"heads in {output / 'heads'}" + (f", model in {output / 'model'}" if done.trained.backbone else ""))
+    cli.note(
+        f"heads in {output / 'heads'}" + (f", model in {output / 'model'}" if done.trained.backbone else "")
+    )
     return 0
 
 
@@ -159,7 +167,9 @@ def _output(command: Command) -> Path:
         raise UserError(f"--output {output}: is a file, expected a folder")
     used = is_folder(output) and any(output.iterdir())
     if used and not (command.resume or command.dry_run):
-        raise UserError(f"--output {output}: is not empty; --resume goes on with its run, or name another folder")
+        raise UserError(
+            f"--output {output}: is not empty; --resume goes on with its run, or name another folder"
+        )
     return output
 
 

@@ -1,4 +1,4 @@
-"""A run's checkpoints: everything that a step changes and where the data stands, saved while training goes on.
+"""A run's checkpoints: all that a step changes and where the data stands, saved while training goes on.
 
 A checkpoint has the items of a head checkpoint (`medusa_jax.checkpoint`), so heads can be read from it alone,
 and besides them `backbone`, `optimizer` and `run`. It appears under its step's number only when it is whole.
@@ -44,14 +44,20 @@ class Checkpoints:
             policy = managers.AnyPreservationPolicy(
                 [
                     managers.LatestN(self.keep),
-                    managers.BestN(get_metric_fn=_metric, n=1, keep_checkpoints_without_metrics=False),
+                    managers.BestN(
+                        get_metric_fn=_metric, reverse=True, n=1, keep_checkpoints_without_metrics=False
+                    ),
                 ]
             )
             self.folder.mkdir(parents=True, exist_ok=True)
             self._manager = ocp.CheckpointManager(
                 self.folder.resolve(),
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=policy, cleanup_tmp_directories=True, save_root_metadata=False
+                    preservation_policy=policy,
+                    best_fn=_metric,  # or metrics are not stored
+                    best_mode="min",
+                    cleanup_tmp_directories=True,
+                    save_root_metadata=False,
                 ),
                 item_names=(_HEADS, _CONFIG, _BACKBONE, _OPTIMIZER, _RUN),
             )
@@ -77,7 +83,7 @@ class Checkpoints:
                 _RUN: ocp.args.JsonSave(dict(run)),
             }
             if state.trained.backbone is not None:
-                items[_BACKBONE] = ocp.args.PyTreeSave(state.trained.backbone)
+                items[_BACKBONE] = ocp.args.PyTreeSave(_named(state.trained.backbone))
             metrics = None if metric is None else {"loss": metric}
             self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
             if wait:
@@ -119,10 +125,12 @@ class Checkpoints:
                 _RUN: ocp.args.JsonRestore(),
             }
             if trained.backbone is not None:
-                items[_BACKBONE] = _restore_as(ocp, trained.backbone)
+                items[_BACKBONE] = _restore_as(ocp, _named(trained.backbone))
             found = self._manager.restore(step, args=ocp.args.Composite(**items))
         heads = _with_empty(found[_HEADS], named)["layers"]
-        backbone = found[_BACKBONE] if trained.backbone is not None else None
+        backbone = None
+        if trained.backbone is not None:
+            backbone = _unnamed(found[_BACKBONE], trained.backbone)
         moved = _unnamed(found[_OPTIMIZER], _optimizer(like))
         state = TrainState(moved[0], Trained(heads, backbone), moved[1], moved[2])
         _check_shapes(state, like, self.folder_of(step))
@@ -162,7 +170,9 @@ def _without_empty(named: Any) -> Any:
 
 def _with_empty(found: Any, like: Any) -> Any:
     kept = flatten(found)
-    return unflatten({name: kept[name] if leaf.size else _zeros(leaf) for name, leaf in flatten(like).items()})
+    return unflatten(
+        {name: kept[name] if leaf.size else _zeros(leaf) for name, leaf in flatten(like).items()}
+    )
 
 
 def _zeros(leaf: Any) -> jax.Array:
@@ -173,9 +183,7 @@ def _restore_as(ocp: Any, like: Any, *, partial: bool = False) -> Any:
     def one(leaf: Any) -> Any:
         return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
 
-    return ocp.args.PyTreeRestore(
-        item=like, restore_args=jax.tree.map(one, like), partial_restore=partial
-    )
+    return ocp.args.PyTreeRestore(item=like, restore_args=jax.tree.map(one, like), partial_restore=partial)
 
 
 def _check_shapes(state: TrainState, like: TrainState, where: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a training run is told: flags, a YAML file of the same fields, or a recipe; checked before any work."""
+"""What a training run is told: flags, a YAML file of the same fields, a recipe; checked before any work."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class TrainConfig:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
     def with_fields(self, fields: Mapping[str, Any], where: str) -> TrainConfig:
-        """The same with other values. Raises UserError, with `where` in front, for an unknown name or type."""
+        """The same with other values. Raises UserError, beginning with `where`, for a wrong name or value."""
         groups: dict[str, dict[str, Any]] = {}
         own = {}
         for name, value in fields.items():
@@ -208,11 +208,17 @@ class TrainConfig:
                 raise UserError(f"{where}: {name} is {value}, expected {least} to {most}")
         b = self.backbone
         if b.model_loss == "teacher" and b.backbone != "lora":
-            raise UserError(f"{where}: model_loss 'teacher' needs backbone 'lora': the teacher is the model without it")
+            raise UserError(
+                f"{where}: model_loss 'teacher' needs backbone 'lora': the teacher is the model without it"
+            )
         if b.int8 and b.backbone == "full":
-            raise UserError(f"{where}: int8 weights are frozen; expected backbone 'frozen' or 'lora', not 'full'")
+            raise UserError(
+                f"{where}: int8 weights are frozen; expected backbone 'frozen' or 'lora', not 'full'"
+            )
         if self.run.stored_hidden and b.backbone != "frozen":
-            raise UserError(f"{where}: stored_hidden needs backbone 'frozen': a trained one has no fixed states")
+            raise UserError(
+                f"{where}: stored_hidden needs backbone 'frozen': a trained one has no fixed states"
+            )
         o = self.optimizer
         if o.microbatch is not None and o.batch_size % o.microbatch:
             raise UserError(f"{where}: microbatch {o.microbatch} does not divide batch_size {o.batch_size}")
@@ -252,7 +258,9 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "process": (0, 10**6),
 }
 _GROUPS = {
-    field.name: field.default for field in dataclasses.fields(TrainConfig) if dataclasses.is_dataclass(field.default)
+    field.name: field.default
+    for field in dataclasses.fields(TrainConfig)
+    if dataclasses.is_dataclass(field.default)
 }
 
 

@@ -39,9 +39,9 @@ class Document:
     """One record: chat messages, or a plain text.
 
     messages: perhaps a system message, then the user's and the assistant's in turn; none for a conversation
-    without a question. open_end: the last answer was cut off, so nothing that ends an answer follows it. where
-    names the file and the line or record. Documents of one group belong together: one conversation spread over
-    records, or answers to the same question.
+    without a question. open_end: the last answer was cut off, so nothing that ends an answer follows it.
+    where: the file, and the line or record. Documents of one group belong together: one conversation spread
+    over records, or answers to the same question.
     """
 
     messages: list[dict[str, str]] | None
@@ -57,8 +57,8 @@ def read(
     """Read a file of training data (.json, .jsonl, either with .gz behind).
 
     The whole file is checked: UserError names the first mistake and the other lines that have one. skip_bad
-    leaves such records out instead, drop_looping those marked as looping; both are added to `counts`, as "bad"
-    and "looping". A file without any usable record is an error.
+    leaves such records out instead, drop_looping those marked as looping; both are added to `counts`, as
+    "bad" and "looping". A file without any usable record is an error.
     """
     path = user_path(path)
     require_file(path)
@@ -82,7 +82,9 @@ def read(
     if problems and (not skip_bad or not documents):
         raise UserError(_report(problems, unit))
     if not found:
-        raise UserError(f"{path}: no records in it; expected JSON lines or a JSON array, each with {_EXPECTED}")
+        raise UserError(
+            f"{path}: no records in it; expected JSON lines or a JSON array, each with {_EXPECTED}"
+        )
     if counts is not None:
         counts.update(bad=len(problems), looping=looping)
     return documents
@@ -133,12 +135,14 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[str, int, Any]]:
 def _value(line: bytes) -> tuple[Any] | None:
     """The JSON value of a line, or the UserError it gives; None for a blank one."""
     try:
-        text = line.decode()
-        return (json.loads(text),) if text.strip() else None
+        text = line.decode().rstrip()  # or a mistake at the end would be on the next line
+        return (json.loads(text),) if text else None
     except UnicodeDecodeError as error:
         return (UserError(f"not UTF-8 ({error.reason} at byte {error.start + 1})"),)
     except json.JSONDecodeError as error:
-        return (UserError(f"not valid JSON ({error.msg} at column {error.colno}), expected one record a line"),)
+        return (
+            UserError(f"not valid JSON ({error.msg} at column {error.colno}), expected one record a line"),
+        )
     except RecursionError:
         return (UserError("not valid JSON (nested too deeply)"),)
     except ValueError as error:  # a number of thousands of digits
@@ -146,7 +150,7 @@ def _value(line: bytes) -> tuple[Any] | None:
 
 
 def _records(data: bytes) -> Iterator[tuple[str, int, Any]]:
-    """The values of a JSON array, one by one. Where its JSON is broken it ends, since nothing tells where on."""
+    """The values of a JSON array, one by one. Nothing can be read behind a place where its JSON is broken."""
     # Bytes that are no UTF-8 become half surrogate pairs: they are found in the record that has them.
     text = data.removeprefix(_BYTE_ORDER_MARK).decode(errors="surrogateescape")
     decoder = json.JSONDecoder()
@@ -173,7 +177,8 @@ def _records(data: bytes) -> Iterator[tuple[str, int, Any]]:
             yield "record", number, UserError(f"not valid JSON ({error})")
             return
         yield "record", number, value
-        at = _past_space(text, at + 1)
+        if not closed:
+            at = _past_space(text, at + 1)
     rest = text[_past_space(text, at + 1) :]
     if rest:
         found = UserError(f"{shown(rest[:40])} behind the JSON array, expected the end of the file")
@@ -221,9 +226,7 @@ def _document(record: Any, where: str) -> tuple[Document, bool]:
     return Document(messages, None, reason == "length", where, group), bool(looping)
 
 
-def _messages(
-    turns: Any, field: str, names: tuple[str, str], roles: dict[str, str]
-) -> list[dict[str, str]]:
+def _messages(turns: Any, field: str, names: tuple[str, str], roles: dict[str, str]) -> list[dict[str, str]]:
     """Checked messages; of ShareGPT without the answers that no question stands before."""
     if not isinstance(turns, list):
         raise UserError(f"{field} is {_kind(turns)}, expected a list")

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +30,13 @@ examples:
   python -m train.distill --prompts chats.jsonl --replay --batch-size 128 --output answers.jsonl
   python -m train.distill --model org/name --mesh data=8 --prompts questions.jsonl --output answers.jsonl
 
-A line of --prompts is {"prompt": "..."} or {"messages": [...]}; a line of the output is {"messages": [...],
-"finish_reason": "stop" or "length", "looping": true or false}, which python -m train reads. Run the same command
-again after an interruption: it goes on where it stopped.
+A line of --prompts is {"prompt": "..."} or {"messages": [...]}; a ShareGPT file will do too. A line of the
+output is {"messages": [...], "finish_reason": "stop" or "length", "looping": true or false}, which python -m
+train reads. Run the same command again after an interruption: it goes on where it stopped.
 """
 
 JOURNAL = ".partial"  # put behind the output's name
+_PEEK = 1 << 16  # bytes that tell the kind of a file
 
 
 @dataclasses.dataclass
@@ -79,7 +80,7 @@ def make_parser() -> cli.Parser:
     """The command's flags."""
     made = cli.parser("train.distill", "Let a model answer prompts, as data to train heads on.", EPILOG)
     data = made.add_argument_group("data")
-    data.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="what to answer")
+    data.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="what to answer")
     data.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl", help="where answers go")
     data.add_argument(
         "--replay", action="store_true", help="ask every user turn of a conversation, not only the first"
@@ -88,7 +89,7 @@ def make_parser() -> cli.Parser:
         "--unfinished",
         choices=["mark", "drop"],
         default="mark",
-        help="answers cut off at --max-new-tokens: mark keeps them, and training leaves their end open (mark)",
+        help="answers cut off at --max-new-tokens: mark keeps them; training leaves their end open (mark)",
     )
     data.add_argument("--limit", type=int, metavar="N", help="take only the first N prompts")
     data.add_argument(
@@ -100,15 +101,37 @@ def make_parser() -> cli.Parser:
     data.add_argument("--system", metavar="TEXT", help='system message; "" removes the template\'s own')
     cli.add_sampling(made)
     cli.add_medusa(made)
-    made.add_argument("--batch-size", type=int, default=64, metavar="B", help="rows that decode at a time (64)")
+    data.add_argument(
+        "--batch-size", type=int, default=64, metavar="B", help="rows that decode at a time (64)"
+    )
     made.set_defaults(temperature=0.3, raw=False)
     return made
 
 
+def read_questions(path: Path) -> list[Prompt]:
+    """The prompts of a file of `infer.generate`'s kind, or the conversations of a ShareGPT file.
+
+    Raises UserError naming the file and the line of a mistake.
+    """
+    from infer.generate import read_prompt_file
+    from medusa_jax.errors import UserError, require_file, user_path
+    from train import conversations
+
+    path = user_path(path, "--prompts")
+    require_file(path)
+    with path.open("rb") as file:
+        start = file.read(_PEEK).lstrip()
+    if not start.startswith((b"[", b"\x1f\x8b")) and b'"conversations"' not in start.split(b"\n")[0]:
+        return read_prompt_file(path)
+    documents = conversations.read(path)
+    asked = [document.messages for document in documents if document.messages]
+    if not asked:
+        raise UserError(f"--prompts {path}: no conversation with a user's turn in it")
+    return list(asked)
+
+
 def run(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit status."""
-    from infer.generate import read_prompt_file
-
     made = make_parser()
     args = made.parse_args(argv)
     for name in ("batch_size", "limit", "max_prompt_tokens"):
@@ -121,14 +144,25 @@ def run(argv: Sequence[str] | None = None) -> int:
     args.output = user_path(args.output, "--output")
     if args.output.exists():
         raise UserError(f"--output {args.output}: exists; name another file or remove it")
-    prompts = read_prompt_file(args.prompts)[: args.limit]
+    prompts = read_questions(args.prompts)[: args.limit]
     params = cli.sampling_params(args)
     conversations = [conversation(prompt, args.replay, args.system) for prompt in prompts]
     for number, one in enumerate(conversations, 1):
         if not one.questions:
             raise UserError(f"--prompts {args.prompts}: prompt {number} has no user's turn")
+
+    def expect(lm: MedusaLM) -> Callable[[], None]:
+        """Refuse what cannot be asked before the weights are read."""
+        for number, one in enumerate(conversations, 1):
+            if not args.max_prompt_tokens:
+                try:
+                    lm.encode(one.questions[0])
+                except UserError as error:
+                    raise UserError(f"--prompts {args.prompts}: prompt {number}: {error}") from None
+        return lambda: None
+
+    lm = cli.load_model(args, expect)
     journal = Journal(args.output, _fingerprint(args, params, conversations))
-    lm = cli.load_model(args, lambda lm: lambda: None)
     with journal:
         _answer(lm, conversations, params, args, journal)
     _finish(args, conversations)
@@ -146,7 +180,11 @@ def _fingerprint(args: argparse.Namespace, params: Any, conversations: Sequence[
 
 
 def _answer(
-    lm: MedusaLM, conversations: Sequence[Conversation], params: Any, args: argparse.Namespace, journal: Journal
+    lm: MedusaLM,
+    conversations: Sequence[Conversation],
+    params: Any,
+    args: argparse.Namespace,
+    journal: Journal,
 ) -> None:
     """Ask turn after turn; within a turn all conversations share one batch."""
     from medusa_jax import UserError
@@ -167,11 +205,9 @@ def _answer(
                 continue
             try:
                 ids = lm.encode(one.messages)
-                if args.max_prompt_tokens and len(ids) > args.max_prompt_tokens:
-                    raise UserError("too long")
-            except UserError as error:
-                if turn == 0 and not args.max_prompt_tokens:
-                    raise UserError(f"--prompts {args.prompts}: prompt {number + 1}: {error}") from None
+            except UserError:  # longer than the model's context
+                ids = None
+            if ids is None or (args.max_prompt_tokens and len(ids) > args.max_prompt_tokens):
                 one.messages, one.questions = one.messages[: -len(_question(one))], []  # ends before it
                 continue
             # A seed of its own: the same question asked twice is answered twice.
@@ -182,7 +218,9 @@ def _answer(
             title = "answering" if turn == 0 else f"answering, turn {turn + 1}"
             with Meter(title, len(jobs) + done_before, done_before) as meter:
 
-                def on_done(index: int, done: Completion, numbers: list[int] = numbers, turn: int = turn) -> None:
+                def on_done(
+                    index: int, done: Completion, numbers: list[int] = numbers, turn: int = turn
+                ) -> None:
                     number = numbers[index]
                     loops = looping(done.token_ids)
                     conversations[number].answer(done.text, done.finish_reason, loops)
@@ -268,7 +306,8 @@ class Journal:
                 self._file.flush()
             elif first != head:
                 raise UserError(
-                    f"{self.path}: left by a run with another model, other prompts or settings; remove it to begin anew"
+                    f"{self.path}: left by a run with another model, other prompts or settings; "
+                    "remove it to begin anew"
                 )
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written ({error.strerror})") from None
@@ -290,7 +329,7 @@ class Journal:
 
 
 class Meter:
-    """A bar of answers with tokens per second and the time left; a line a minute where there is no terminal."""
+    """A bar of answers with tokens per second and the time left; a line a minute without a terminal."""
 
     def __init__(self, title: str, total: int, done: int) -> None:
         self._title, self._total, self._done, self._tokens = title, total, done, 0

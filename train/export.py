@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +25,8 @@ base_model: {base}
 ---
 # {kind} for {base}
 
-{heads} heads of {layers} layers{vocabulary}, trained with `python -m train` of medusa-jax; they guess tokens ahead so that
+{heads} heads of {layers} layers{vocabulary}, trained with `python -m train` of medusa-jax. They
+guess tokens ahead, so that
 {base} decodes several at a time. Use them with
 
     python -m infer.generate --model {base} --heads THIS_FOLDER

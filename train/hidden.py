@@ -1,4 +1,4 @@
-"""Hidden states of packed rows, computed once and kept on disk, so that no pass over the data repeats the model.
+"""Hidden states of packed rows, computed once and kept on disk: no pass over the data repeats the model.
 
 A folder with `hidden.bin`, bfloat16 [rows, T, D], and `hidden.json`, which says what the states belong to and
 how many rows are done: an interrupted computation goes on where it stopped.
@@ -38,7 +38,9 @@ class HiddenStates:
             found = read_json(folder / ABOUT)
             self.done = int(found.pop("done", 0))
             if found != self._about:
-                raise UserError(f"{folder}: hidden states of another model or other data; name another folder")
+                raise UserError(
+                    f"{folder}: hidden states of another model or other data; name another folder"
+                )
         size = int(np.prod(shape)) * BFLOAT16.itemsize
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +61,10 @@ class HiddenStates:
         return self._array[numbers]
 
     def fill(
-        self, compute: Callable[[np.ndarray], Any], batch: int, progress: Callable[[int, int], None] | None = None
+        self,
+        compute: Callable[[np.ndarray], Any],
+        batch: int,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Compute what is missing: compute(row numbers [batch]) gives [batch, T, D].
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax import sharding
-from medusa_jax.errors import UserError
 from train import pipeline
 from train.checkpoints import Checkpoints
 from train.hidden import HiddenStates
@@ -29,13 +27,13 @@ from train.step import Frozen, Metrics, TrainState
 TERMINATED = 128 + signal.SIGTERM  # exit status of a run that a signal ended in good order
 
 
-class Diverged(RuntimeError):
+class DivergedError(RuntimeError):
     """A loss that is not finite."""
 
 
 @dataclasses.dataclass
 class Feed:
-    """Rows as the programs take them: microbatches, spread over the mesh, with their hidden states if stored."""
+    """Rows as the programs take them: microbatches over the mesh, with their hidden states if stored."""
 
     programs: Programs
     stored: HiddenStates | None
@@ -57,7 +55,7 @@ class Feed:
 
 
 class Stop:
-    """SIGTERM, as preempted machines get it, and Ctrl-C end the run after the step in flight, with a checkpoint.
+    """SIGTERM (preempted machines get it) and Ctrl-C end a run after the step in flight, with a checkpoint.
 
     A second signal ends it at once.
     """
@@ -110,13 +108,13 @@ class Loop:
     def run(self, state: TrainState, saved: Mapping[str, Any] | None, stop: Stop) -> TrainState | None:
         """Train to the last step; None when a signal came. saved: of the checkpoint that the state is from.
 
-        Raises Diverged when a loss is not finite; the checkpoints before stay.
+        Raises DivergedError when a loss is not finite; the checkpoints before stay.
         """
         plan, options = self.programs.plan, self.programs.plan.config.run
         order = pipeline.batches(
             self.data,
             plan.config.optimizer.batch_size,
-            plan.config.run.seed,
+            seed=options.seed,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
@@ -149,7 +147,9 @@ class Loop:
                 self._read(pending, began)
                 pending = None
                 value = None
-                if not stopping and (last or (options.evaluate_every and (step + 1) % options.evaluate_every == 0)):
+                if not stopping and (
+                    last or (options.evaluate_every and (step + 1) % options.evaluate_every == 0)
+                ):
                     value = self.validate(state, step + 1)
                 if saves or value is not None:
                     run = {"data": position, "options": plan.config.flat(), "values": self.last_values}
@@ -164,10 +164,11 @@ class Loop:
         metrics = jax.device_get(pending.metrics)
         now = time.perf_counter()
         if not metrics.finite:
-            where = pipeline.position(self.data, pending.batch["row"])
+            size = self.programs.plan.config.optimizer.batch_size
+            where = pipeline.position(self.data, pending.batch["row"], (pending.step - 1) * size)
             kept = self.checkpoints.latest()
             rest = f"the last checkpoint is of step {kept}" if kept else "there is no checkpoint yet"
-            raise Diverged(f"step {pending.step}: the loss is not finite, at {where}; {rest}")
+            raise DivergedError(f"step {pending.step}: the loss is not finite, at {where}; {rest}")
         plan = self.programs.plan
         tokens = plan.config.optimizer.batch_size * plan.config.data.sequence_length
         due = pending.step % plan.config.run.log_every == 0 or pending.step in (1, plan.steps)
@@ -182,9 +183,10 @@ class Loop:
         rows = plan.config.optimizer.microbatch or plan.config.optimizer.batch_size
         program = self.programs.evaluate(rows)
         total: tuple[Scores, Scores] | None = None
+        shares = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+        # Stored hidden states of validation's rows lie behind training's.
         for batch in pipeline.validation_batches(
-            self.data.validation, rows, first_row=self.data.rows,
-            process_index=jax.process_index(), process_count=jax.process_count(),
+            self.data.validation, rows, first_row=self.data.rows, **shares
         ):
             scores = program(state.trained, self.frozen, *self.feed.put(batch, rows))
             total = scores if total is None else jax.tree.map(jnp.add, total, scores)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax import heads
-from medusa_jax.backbone import project
+from medusa_jax.backbone import over_leading, project
 from medusa_jax.config import MedusaConfig
 from medusa_jax.heads import HeadParams
 
@@ -53,12 +53,14 @@ class Scores:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def sum_over_chunks(fn: Callable[..., Any], size: int, xs: Any, shared: Any, fixed_xs: Any, fixed: Any) -> Any:
+def sum_over_chunks(
+    fn: Callable[..., Any], size: int, xs: Any, shared: Any, fixed_xs: Any, fixed: Any
+) -> Any:
     """The sum over chunks of `size` positions of fn(xs, shared, fixed_xs, fixed) -> (loss, metrics).
 
-    xs and fixed_xs hold arrays [B, T, ...], of which fn gets [B, size, ...]; T is padded with zeros, so fn must
-    give positions of weight zero no loss. Gradients reach xs and shared. They are taken in the forward pass:
-    a second one would compute all logits again.
+    xs and fixed_xs hold arrays [B, T, ...], of which fn gets [B, size, ...]; T is padded with zeros, so fn
+    must give positions of weight zero no loss. Gradients reach xs and shared. They are taken in the forward
+    pass: a second one would compute all logits again.
     """
     chunks = _split((xs, fixed_xs), size)
 
@@ -86,9 +88,7 @@ def _forward(fn: Callable[..., Any], size: int, xs: Any, shared: Any, fixed_xs: 
 
 def _backward(fn: Callable[..., Any], size: int, gradients: Any, cotangent: Any) -> Any:
     del fn, size
-    into_xs, into_shared = jax.tree.map(
-        lambda leaf: (leaf * cotangent[0].astype(leaf.dtype)), gradients
-    )
+    into_xs, into_shared = jax.tree.map(lambda leaf: leaf * cotangent[0].astype(leaf.dtype), gradients)
     return into_xs, into_shared, None, None
 
 
@@ -147,7 +147,8 @@ def cross_entropy(
         loss = (1 - softness) * loss + softness * (normaliser - jnp.sum(share * logits, axis=-1))
     better = jnp.sum(logits > at_target[..., None], axis=-1)
     counted = weight > 0
-    found = (better[..., None] < jnp.arange(1, TOP + 1)) & (scored & counted)[..., None]
+    tops = over_leading(jnp.arange(1, TOP + 1), better[..., None])
+    found = (better[..., None] < tops) & (scored & counted)[..., None]
     axes = tuple(range(counted.ndim))
     scores = Scores(
         jnp.sum(jnp.where(counted, loss, 0.0)),
@@ -161,7 +162,7 @@ def cross_entropy(
 
 
 def shift(x: jax.Array, by: int) -> jax.Array:
-    """x [B, T, ...] moved towards the end by `by` positions (towards the beginning if negative), zeros behind."""
+    """x [B, T, ...] moved towards the end by `by` positions (if negative, the beginning), zeros behind."""
     T = x.shape[1]
     before, behind = (by, 0) if by > 0 else (0, -by)
     padded = jnp.pad(x, [(0, 0), (before, behind), *[(0, 0)] * (x.ndim - 2)])
@@ -181,9 +182,9 @@ def head_targets(batch: Batch, num_heads: int) -> tuple[jax.Array, jax.Array]:
 def head_states(
     params: HeadParams, config: MedusaConfig, hidden: jax.Array, embedded: jax.Array | None
 ) -> list[jax.Array]:
-    """What each head makes of the hidden states [B, T, D], M x [B, T, D], each at the position s it predicts at.
+    """What each head makes of hidden states [B, T, D], M x [B, T, D], each at the position s it predicts at.
 
-    embedded [B, T, D]: the tokens' embeddings, for conditioned heads, which read the true tokens of the path.
+    embedded [B, T, D]: the tokens' embeddings, for conditioned heads: they read the path's true tokens.
     """
     states = []
     for m in range(config.num_heads):
@@ -211,10 +212,10 @@ def heads_loss(
 ) -> tuple[jax.Array, Scores]:
     """Sum over heads m and positions of weights[m] x cross-entropy with the token at offset m + 2.
 
-    hidden [B, T, D]: after the final norm. tables(z) gives the products of the unembedding shared by the heads,
-    frozen here; heads with their own train it. teacher: the products of the model's own logits, at every
-    position, for softness > 0. weights [M] float32: decay^m over the number of labelled positions of the whole
-    step. Scores are stacked over heads. rate: dropout of the heads' input, with `key`.
+    hidden [B, T, D]: after the final norm. tables(z) gives the products of the unembedding shared by the
+    heads, frozen here; heads with their own train it. teacher: the products of the model's own logits, at
+    every position, for softness > 0. weights [M] float32: decay^m over the number of labelled positions of
+    the whole step. Scores are stacked over heads. rate: dropout of the heads' input, with `key`.
     Cai et al. 2024 (arXiv 2401.10774), section 2.2.1; with distributions as labels, Hinton et al. 2015.
     """
     if rate and key is not None:
@@ -229,7 +230,7 @@ def heads_loss(
     frozen: Any = [tables(z) for z in states]
     fixed = [[table for _, table in terms] for terms in frozen]
     xs = [[x for x, _ in terms] for terms in frozen]
-    fixed_xs = {"target": target, "weight": learns * weights, "teacher": None}
+    fixed_xs = {"target": target, "weight": learns * weights[None, None], "teacher": None}
     if softness:
         assert teacher is not None
         fixed_xs["teacher"] = [jax.lax.stop_gradient(x) for x, _ in teacher]

@@ -1,8 +1,8 @@
 """Sequences of any length -> rows of a fixed one.
 
-A row holds whole documents, one behind the other, and padding. Segments tell them apart: a token attends to its
-own segment only, its position counts from the segment's beginning, and a head learns a token only of its own
-segment, so nothing crosses from one document into another.
+A row holds whole documents, one behind the other, and padding. Segments tell them apart: a token attends to
+its own segment only, its position counts from the segment's beginning, and a head learns a token only of its
+own segment, so nothing crosses from one document into another.
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ def pack(encoded: Sequence[Encoded], length: int, heads: int, *, split: bool = F
         raise UserError(f"rows of {length} tokens, expected at least {heads + 2} for {heads} heads")
     pieces: list[tuple[Encoded, int, int]] = []  # and from where to where of it
     skipped = truncated = labels_cut = 0
+    first = min(_FIRST, heads + 1)
     for one in encoded:
         taken = [
             (one, begin, end)
             for begin, end in _cuts(len(one.ids), length, split)
-            if one.labels[begin + min(_FIRST, heads + 1) : end].any()
+            if np.count_nonzero(one.labels[begin + first : end])
         ]
-        kept = sum(int(one.labels[begin:end].sum()) for _, begin, end in taken)
-        labels_cut += int(one.labels.sum()) - kept
+        labels_cut += np.count_nonzero(one.labels)
+        labels_cut -= sum(np.count_nonzero(one.labels[begin:end]) for _, begin, end in taken)
         skipped += not taken
         truncated += 0 < sum(end - begin for _, begin, end in taken) < len(one.ids)
         pieces += taken
@@ -89,7 +90,7 @@ def pack(encoded: Sequence[Encoded], length: int, heads: int, *, split: bool = F
         documents=len(encoded),
         skipped_without_labels=skipped,
         truncated=truncated,
-        labels_cut=labels_cut,
+        labels_cut=int(labels_cut),
         tokens=filled,
         labelled=int(labels.sum()),
         rows=len(rows),

@@ -20,7 +20,7 @@ from train.step import Frozen, TrainState
 
 @dataclasses.dataclass(eq=False)
 class Programs:
-    """Of one plan, compiled when they are first asked for. Shapes come from the plan, so no weights are needed."""
+    """Of one plan, compiled when first asked for. Shapes come from the plan, so no weights are needed."""
 
     plan: Plan
 
@@ -35,7 +35,7 @@ class Programs:
         return self.plan.abstract_state()
 
     def rows(self, *leading: int) -> tuple[Batch, Any]:
-        """Shapes of a batch with these leading dimensions, the last of them rows, and of its hidden states."""
+        """Shapes of a batch with these leading dimensions, the last of them rows; of its hidden states."""
         T, D = self.plan.config.data.sequence_length, self.plan.model.hidden_size
 
         def shape(*more: int, dtype: Any) -> Any:
@@ -92,5 +92,7 @@ class Programs:
     @functools.cache  # noqa: B019
     def start(self) -> Callable[..., TrainState]:
         """(trained: donated) -> a state before the first step."""
-        jitted = jax.jit(self.plan.start, donate_argnames="trained", out_shardings=self.plan.shardings(self.state))
+        jitted = jax.jit(
+            self.plan.start, donate_argnames="trained", out_shardings=self.plan.shardings(self.state)
+        )
         return jitted.lower(self.state.trained).compile()

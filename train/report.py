@@ -48,7 +48,7 @@ class Report:
         self._board: Any = None
         if quiet:
             return
-        import tensorboardX  # noqa: N813 - imported late, as it takes a second
+        import tensorboardX
 
         self._log = (folder / LOG).open("a")
         self._board = tensorboardX.SummaryWriter(str(folder / "tensorboard"))

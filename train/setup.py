@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.weights.params import abstract_params
 from train import lora
 from train.config import TrainConfig
+from train.pipeline import Prepared
 from train.step import Frozen, Objective, Trained, TrainState
 
 F32 = jnp.dtype(jnp.float32)
@@ -37,8 +37,11 @@ def rate(options: Any, peak: float, first: int, steps: int) -> optax.Schedule:
     warmup = min(options.warmup_steps, max(steps - first, 1))
     end = peak * options.final_rate
     grown = optax.schedules.warmup_cosine_decay_schedule(
-        init_value=peak / max(warmup, 1), peak_value=peak, warmup_steps=warmup,
-        decay_steps=max(steps - first, warmup + 1), end_value=end,
+        init_value=peak / max(warmup, 1),
+        peak_value=peak,
+        warmup_steps=warmup,
+        decay_steps=max(steps - first, warmup + 1),
+        end_value=end,
     )
     return lambda count: grown(count)
 
@@ -86,7 +89,9 @@ def heads_config(config: TrainConfig, model: ModelConfig) -> MedusaConfig:
     """The heads that the options describe. Raises UserError for ones that would have nothing to learn."""
     h = config.heads
     if h.num_layers == 0 and not (h.conditioned or h.own_unembedding):
-        raise UserError("num_layers is 0: heads without layers of their own have nothing to learn, expected 1 or more")
+        raise UserError(
+            "num_layers is 0: heads without layers of their own have nothing to learn, expected 1 or more"
+        )
     return MedusaConfig(
         num_heads=h.num_heads,
         num_layers=h.num_layers,
@@ -118,21 +123,23 @@ class Plan:
         heads: MedusaConfig,
         dtype: Any,
         mesh: jax.sharding.Mesh | None,
-        rows: int,
+        data: Prepared,
     ) -> Plan:
-        """For so many packed rows. Raises UserError when they do not fill a batch, or the mesh not a microbatch."""
+        """For this data. Raises UserError when it does not fill a batch, or the mesh does not divide one."""
         o = config.optimizer
-        if rows < o.batch_size:
-            raise UserError(
-                f"batch_size is {o.batch_size}, and the data fills {rows} rows of {config.data.sequence_length} "
-                "tokens: lower it, or sequence_length, or give more data"
-            )
         if mesh is not None:
             shards = mesh.shape["data"] * mesh.shape["fsdp"]
             micro = o.microbatch or o.batch_size
             if micro % shards:
-                raise UserError(f"a microbatch of {micro} rows does not divide over data x fsdp = {shards} devices")
-        steps = o.steps or max(math.ceil(o.epochs * rows / o.batch_size), 1)
+                raise UserError(
+                    f"a microbatch of {micro} rows does not divide over data x fsdp = {shards} devices"
+                )
+        steps = o.steps or int(o.epochs * data.rows) // o.batch_size
+        if not steps:
+            raise UserError(
+                f"batch_size is {o.batch_size}, and {o.epochs:g} epochs of the data have {data.rows} rows of "
+                f"{config.data.sequence_length} tokens: lower it, or sequence_length, or give more data"
+            )
         trains = config.backbone.backbone != "frozen"
         joint_from = min(round(config.backbone.heads_first * steps), steps) if trains else steps
         return cls(config, model, heads, jnp.dtype(dtype), mesh, steps, joint_from)
@@ -157,7 +164,6 @@ class Plan:
             config=self.model,
             heads=self.heads,
             dtype=self.dtype,
-            adapters=c.backbone.backbone == "lora",
             model_loss=c.backbone.model_loss if trains else "none",
             heads_weight=weight_schedule(c.backbone, self.steps),
             decay=c.loss.decay,
@@ -203,7 +209,7 @@ class Plan:
         b = self.config.backbone
         shapes = abstract_params(self.model, F32)
         key = jax.random.key(self.config.run.seed)
-        return lora.init(shapes, self.model, key, rank=b.lora_rank, alpha=b.lora_alpha)
+        return lora.init(shapes, self.model, key, b.lora_rank, b.lora_alpha, b.lora_dropout)
 
     def start(self, trained: Trained) -> TrainState:
         """A state before the first step."""

@@ -1,4 +1,4 @@
-"""The arrays that a run begins with: weights read and placed, heads fresh or from files, hidden states stored."""
+"""The arrays that a run begins with: weights read and placed, heads fresh or from files, hidden states."""
 
 from __future__ import annotations
 
@@ -106,7 +106,9 @@ def store_hidden(
     if plan.mesh is not None:
         shards = plan.mesh.shape["data"] * plan.mesh.shape["fsdp"]
         rows = -(-rows // shards) * shards
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params)
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params
+    )
     program = programs.hidden(rows, shapes)
 
     def compute(numbers: np.ndarray) -> Any:

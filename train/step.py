@@ -22,8 +22,17 @@ from medusa_jax.backbone import Params
 from medusa_jax.config import MedusaConfig, ModelConfig
 from medusa_jax.heads import HeadParams
 from train import lora
-from train.loss import Batch, Scores, Term, cross_entropy, head_targets, heads_loss, logits_of, shift
-from train.loss import sum_over_chunks
+from train.loss import (
+    Batch,
+    Scores,
+    Term,
+    cross_entropy,
+    head_targets,
+    heads_loss,
+    logits_of,
+    shift,
+    sum_over_chunks,
+)
 
 F32 = jnp.dtype(jnp.float32)
 
@@ -33,7 +42,7 @@ class Trained:
     """What an optimizer changes; float32."""
 
     heads: Params  # `HeadStack`'s parameters
-    backbone: Params | None  # LoRA adapters, or all parameters of the model; None: frozen
+    backbone: lora.Adapters | Params | None  # adapters, or all parameters of the model; None: frozen
 
 
 @flax.struct.dataclass
@@ -69,9 +78,14 @@ class Metrics:
     finite: jax.Array  # bool; where false nothing was changed
 
 
+def _one(step: jax.Array) -> jax.Array:
+    del step
+    return jnp.float32(1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What is minimised, static: sum over heads of decay^m x cross-entropy, and for Medusa-2 the model's loss.
+    """What is minimised: the sum over heads of decay^m x cross-entropy; in Medusa-2 the model's loss too.
 
     model_loss: "none", "tokens" (cross-entropy) or "teacher" (KL to the model without its adapters).
     Cai et al. 2024 (arXiv 2401.10774), sections 2.2 and 2.3.2.
@@ -80,20 +94,20 @@ class Objective:
     config: ModelConfig
     heads: MedusaConfig
     dtype: Any
-    adapters: bool = False  # the trained backbone is LoRA adapters
     model_loss: str = "none"
-    heads_weight: Callable[[jax.Array], jax.Array] = optax.constant_schedule(1.0)
+    heads_weight: Callable[[jax.Array], jax.Array] = _one
     decay: float = 0.8
     softness: float = 0.0
     dropout: float = 0.0  # of the heads' input
     chunk: int = 128
     remat: bool = False
 
-    def model(self, trained: Params | None, frozen: Frozen) -> Params | None:
+    def model(self, trained: lora.Adapters | Params | None, frozen: Frozen) -> Params | None:
         """The parameters of the model as it now is, in the dtype of the computation."""
         if trained is None:
             return frozen.params
-        if self.adapters:
+        if isinstance(trained, lora.Adapters):
+            assert frozen.params is not None
             return lora.attach(frozen.params, trained, self.dtype)
         return jax.tree.map(lambda leaf: leaf.astype(self.dtype), trained)
 
@@ -143,17 +157,27 @@ def loss(
     total, model, divergence = jnp.float32(0), _no_scores(()), jnp.float32(0)
     if objective.model_loss != "none":
         assert params is not None
-        part, model, divergence = _model_loss(frozen, params, batch, hidden, objective, counts[1], keys[1])
+        part, model, divergence = _model_loss(
+            frozen,
+            params,
+            batch,
+            hidden,
+            objective,
+            counts[1],
+            keys[1],
+            isinstance(trained.backbone, lora.Adapters),
+        )
         total += part
     config = objective.heads
     layers = jax.tree.map(lambda leaf: leaf.astype(objective.dtype), trained.heads)
     made = HeadParams(layers, frozen.token_map, None)
     embedded = None
     if config.conditioned:
-        table = frozen.embedding if params is None else None
-        embedded = (
-            backbone.embed(params, objective.config, batch.tokens) if table is None else table[batch.tokens]
-        )
+        if params is None:
+            assert frozen.embedding is not None
+            embedded = frozen.embedding[batch.tokens]
+        else:
+            embedded = backbone.embed(params, objective.config, batch.tokens)
         embedded = jax.lax.stop_gradient(embedded).astype(objective.dtype)
     weights = objective.decay ** jnp.arange(config.num_heads, dtype=F32) / jnp.maximum(counts[0], 1)
     weights = weights * objective.heads_weight(step)
@@ -205,8 +229,12 @@ def _model_loss(
     objective: Objective,
     count: jax.Array,
     key: jax.Array | None,
+    adapted: bool,
 ) -> tuple[jax.Array, Scores, jax.Array]:
-    """The model's own loss over labelled tokens: with the tokens, or KL to the model without adapters."""
+    """The model's own loss over labelled tokens: with the tokens, or KL to the model without adapters.
+
+    adapted: the unembedding itself is frozen, and only what LoRA adds to it is trained.
+    """
     learns = model_targets(batch)
     terms = backbone.unembed_terms(params, objective.config, hidden, dropout=key)
     taught: list[Term] = []
@@ -214,17 +242,20 @@ def _model_loss(
         assert frozen.params is not None
         still = jax.lax.stop_gradient(hidden_of(objective, frozen.params, batch))
         taught = backbone.unembed_terms(frozen.params, objective.config, still)
+    tables = [table for _, table in terms]
+    frozen_tables, trained_tables = (tables[:1], tables[1:]) if adapted else ([], tables)
     fixed_xs = {
         "target": shift(batch.tokens, -1),
         "weight": learns / jnp.maximum(count, 1),
         "taught": [x for x, _ in taught],
     }
+    fixed = (frozen_tables, [table for _, table in taught])
 
     def score(xs: Any, shared: Any, fixed_xs: Any, fixed: Any) -> Any:
-        logits = logits_of(list(zip(xs, shared, strict=True)))
+        logits = logits_of(list(zip(xs, [*fixed[0], *shared], strict=True)))
         teacher = None
         if taught:
-            teacher = logits_of(list(zip(fixed_xs["taught"], fixed, strict=True)))
+            teacher = logits_of(list(zip(fixed_xs["taught"], fixed[1], strict=True)))
         part, scores = cross_entropy(logits, fixed_xs["target"], fixed_xs["weight"], None, 0.0)
         divergence = jnp.float32(0)
         if teacher is not None:
@@ -233,13 +264,9 @@ def _model_loss(
             part = divergence = jnp.sum(apart * fixed_xs["weight"])
         return part, (scores, jax.lax.stop_gradient(divergence))
 
+    xs = [x for x, _ in terms]
     part, (scores, divergence) = sum_over_chunks(
-        score,
-        objective.chunk,
-        [x for x, _ in terms],
-        [table for _, table in terms],
-        fixed_xs,
-        [table for _, table in taught],
+        score, objective.chunk, xs, trained_tables, fixed_xs, jax.lax.stop_gradient(fixed)
     )
     return part, scores, divergence
 
@@ -300,7 +327,7 @@ def train_step(
     shapes = jax.eval_shape(lambda: gradient_of(learning, *jax.tree.map(lambda leaf: leaf[0], given)))
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     ((total, (heads, model, divergence)), gradients), _ = jax.lax.scan(body, zeros, given)
-    norm = optax.global_norm(gradients)
+    norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(total) & jnp.isfinite(norm)
 
     def update(optimizer: Any, gradients: Any, kept: Any, trained: Any) -> Any:

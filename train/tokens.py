@@ -1,18 +1,19 @@
 """Documents -> token ids, and which of them the model must produce.
 
-Labelled is what the model writes: the text of each answer and the token that ends it, nothing before and nothing
-behind. No text is searched for. The chat template is asked for the text before the answer, generation prompt
-included, and for the text with the answer; how it ends an answer is seen on a placeholder in the answer's place.
+Labelled is what the model writes: the text of each answer and the token that ends it, nothing before and
+nothing behind. No text is searched for. The chat template is asked for the text before the answer, generation
+prompt included, and for the text with the answer; how it ends an answer is seen on a placeholder in the
+answer's place.
 
 A labelled answer stands behind exactly the ids that generation would see. Two things could spoil that:
 
 * A template that rewrites what came before (Qwen3 drops earlier thinking, Mistral moves the system message)
   writes an answer or its prompt otherwise once the chat goes on.
-* The whole text is tokenized at once, so a token may reach over the beginning of an answer: a newline that ends
-  the prompt and one that begins the answer.
+* The whole text is tokenized at once, so a token may reach over the beginning of an answer: a newline that
+  ends the prompt and one that begins the answer.
 
 An answer that either happens to gets a sequence of its own, the conversation up to it, in which the answer's
-tokens begin anew where the prompt's end. Every answer is labelled in one sequence.
+tokens begin anew where the prompt's end. So every answer is labelled, in one sequence.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from train.conversations import Document
 _CHUNK = 64  # documents that are tokenized in one call, by all cores
 _CONTEXT = 8  # tokens before an answer that are decoded with it, as some decoders look at neighbours
 _MARK = "medusaXanswerX"
-# Texts put before an answer that is tokenized alone, so that nothing is added to it as to the start of a text.
+# Put before an answer that is tokenized alone, so that nothing is added to it as to the beginning of a text.
 _ANCHORS = ("", "\n", ".", "a")
 
 
@@ -63,8 +64,8 @@ class _Turn:
 def encode(document: Document, tokenizer: Any, *, system: str | None = None) -> list[Encoded]:
     """The sequences of a document: one, unless the template rewrites history; none without a label.
 
-    system: the system message of chats; "" removes the template's own. Raises UserError naming the document
-    when the template refuses it, or when decoding the labelled tokens does not give the answers back.
+    system: the system message of chats without one; "" removes the template's own. Raises UserError naming
+    the document when the template refuses it, or when the labelled tokens do not decode to the answers.
     """
     return next(encode_all([document], tokenizer, system=system))
 
@@ -76,7 +77,7 @@ def encode_all(
     system: str | None = None,
     problems: list[str] | None = None,
 ) -> Iterator[list[Encoded]]:
-    """`encode` for many documents, faster. With `problems`, errors are added to it and that document is empty."""
+    """`encode` for many documents, faster. With `problems`, an error is added to it and gives no sequence."""
     encoder = _Encoder(tokenizer, system)
     remaining = iter(documents)
     while chunk := list(itertools.islice(remaining, _CHUNK)):
@@ -121,9 +122,8 @@ class _Encoder:
     def __init__(self, tokenizer: Any, system: str | None) -> None:
         self._tokenizer = tokenizer
         self._system = system
-        added = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items()}
-        self._added = frozenset(added) | frozenset(tokenizer.all_special_ids)
-        names = sorted({*added.values(), *tokenizer.all_special_tokens}, key=len, reverse=True)
+        self._added = {id: str(token).strip() for id, token in tokenizer.added_tokens_decoder.items()}
+        names = sorted({*self._added.values(), *tokenizer.all_special_tokens}, key=len, reverse=True)
         self._end = re.compile("|".join(re.escape(name) for name in names if name.strip()) or r"(?!)")
         self._piece = functools.lru_cache(maxsize=4096)(self._ids)
 
@@ -151,7 +151,8 @@ class _Encoder:
             return []
         if not self._tokenizer.chat_template:
             raise UserError('this model has no chat template; its training data must be {"text": ...}')
-        messages = messages_of(document.messages, self._system)
+        own = document.messages[0]["role"] == "system"
+        messages = messages_of(document.messages, None if own else self._system)
         numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         made = []
         for number in numbers:
@@ -171,10 +172,12 @@ class _Encoder:
         whole = self._render([*before, {"role": "assistant", "content": content}], False)
         marked = self._render([*before, {"role": "assistant", "content": mark}], False)
         if marked.count(mark) != 1:
-            raise UserError(f"the model's chat template shows an answer {marked.count(mark)} times, expected once")
+            raise UserError(
+                f"the model's chat template shows an answer {marked.count(mark)} times, expected once"
+            )
         lead, tail = marked.split(mark)
-        # What a template puts between prompt and answer. None where the prompt is not continued: DeepSeek-R1's
-        # ends in "<think>", which its template leaves out of the finished turn.
+        # What the template puts between prompt and answer. Nothing where it does not continue the prompt, as
+        # DeepSeek-R1's, whose prompts end in "<think>" and whose finished turns hold no thought.
         lead = lead[len(prompt) :] if lead.startswith(prompt) else ""
         if lead.strip() and prompt == self._render(before, False):
             prompt, lead = prompt + lead, ""  # it knows no generation prompt: this is the header
@@ -205,9 +208,14 @@ class _Encoder:
         made = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
         found = []
         for row, text in enumerate(texts):
-            ids = list(made["input_ids"][row])
-            added = [index for index, token in enumerate(ids) if token in self._added] if fast else []
-            found.append(_Tokenized(text, ids, [(i, made["offset_mapping"][row][i][0]) for i in added]))
+            ids, added = list(made["input_ids"][row]), []
+            for index, token in enumerate(ids if fast else []):
+                if token in self._added:
+                    begin, end = made["offset_mapping"][row][index]
+                    # Byte tokens may be added tokens too: "<0x0A>", where the text has a newline.
+                    if text[begin:end].strip() == self._added[token]:
+                        added.append((index, begin))
+            found.append(_Tokenized(text, ids, added))
         return found
 
     def _boundary(self, whole: _Tokenized, end: int) -> int | None:
@@ -233,7 +241,9 @@ class _Encoder:
             if start is None:
                 prompt = self._ids(last.prompt)
                 start, ids = len(prompt), prompt + self._continuation(prompt, last.answer)
-                whole = _Tokenized(last.prompt, prompt, [at for at in whole.added if at[1] < len(last.prompt)])
+                whole = _Tokenized(
+                    last.prompt, prompt, [at for at in whole.added if at[1] < len(last.prompt)]
+                )
             labels = np.zeros(len(ids), bool)
             labels[start:] = True
             self._check(ids, start, len(ids), last.answer)
@@ -250,7 +260,7 @@ class _Encoder:
         return made[::-1]
 
     def _span(self, whole: _Tokenized, turn: _Turn) -> tuple[int, int] | None:
-        """The indices of an earlier answer's tokens; None if it stands there otherwise than generation has it."""
+        """Where an earlier answer's tokens are; None if its prompt or it has others when it is the last."""
         if not whole.text.startswith(turn.text):
             return None
         start, end = self._boundary(whole, len(turn.prompt)), self._boundary(whole, len(turn.text))
