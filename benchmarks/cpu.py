@@ -12,7 +12,6 @@ Every claim is a ratio of two sides measured in one run, alternated, each by its
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.metadata
 import itertools
 import json
@@ -23,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from infer.timing import Decoding, Work, alternate
 from medusa_jax import MedusaLM, SamplingParams, backbone, cache, heads, propose
 from medusa_jax.config import MedusaConfig
 from medusa_jax.decode import Plan
@@ -43,20 +43,6 @@ from medusa_jax.weights import hub
 PROMPT = "Explain in a few sentences how a bicycle stays upright when it moves."
 NEW_TOKENS = 128
 WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64)
-
-Work = Callable[[], Any]
-
-
-def alternate(sides: Mapping[str, Work], rounds: int) -> dict[str, float]:
-    """Median seconds of each side; one untimed round, then the sides take turns."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds + 1):
-        for name, work in sides.items():
-            began = time.perf_counter()
-            work()
-            if number:
-                times[name].append(time.perf_counter() - began)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def bench_steps(lm: MedusaLM, rounds: int) -> dict[int, float]:
@@ -116,53 +102,6 @@ def bench_products(lm: MedusaLM, rounds: int) -> dict[str, dict[int, float]]:
         for name, seconds in times.items():
             found.setdefault(name, {})[T] = seconds
     return found
-
-
-class Decoding:
-    """Work of `steps` steps behind a prompt of 64 tokens, 256 slots."""
-
-    def __init__(
-        self,
-        lm: MedusaLM,
-        plan: Plan,
-        batch: int = 1,
-        steps: int = 16,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-    ) -> None:
-        state = lm.programs.empty(batch, 256)()
-        tokens = np.random.default_rng(0).integers(100, 40000, (batch, 256))
-        sampling = dataclasses.replace(
-            state.sampling,
-            temperature=jnp.full((batch,), temperature, jnp.float32),
-            top_p=jnp.full((batch,), top_p, jnp.float32),
-            seed=jnp.arange(batch, dtype=jnp.uint32),
-        )
-        self._state = dataclasses.replace(
-            state,
-            tokens=jnp.asarray(tokens, jnp.int32),
-            limit=jnp.full((batch,), 240, jnp.int32),
-            sampling=sampling,
-        )
-        self._batch, self._steps = batch, steps
-        self._engine = dataclasses.replace(lm.engine, plan=plan)
-
-    def __call__(self) -> None:
-        """Go back to the prompt's end and decode."""
-        # What lies in the cache behind a length is garbage by definition.
-        state = dataclasses.replace(
-            self._state,
-            cache=dataclasses.replace(self._state.cache, lengths=jnp.full((self._batch,), 64, jnp.int32)),
-            known=jnp.full((self._batch,), 65, jnp.int32),
-            active=jnp.ones((self._batch,), bool),
-        )
-        self._state, report = self._engine.run(state, self._steps)
-        report.known.block_until_ready()
-
-    def text(self) -> np.ndarray:
-        """Decode, and give the tokens [batch, 256]."""
-        self()
-        return np.asarray(self._state.tokens)
 
 
 def bench_batch(lm: MedusaLM, rounds: int, steps: int = 24) -> dict[str, float]:

@@ -69,8 +69,11 @@ def parser(prog: str, description: str, epilog: str) -> Parser:
     )
     model.add_argument(
         "--heads",
+        default="auto",
         metavar="DIR|FILE|HUB_ID|none",
-        help="Medusa heads trained for this model: this project's files or the first implementation's (none)",
+        help="Medusa heads trained for this model: this project's files or the first implementation's; "
+        "medusa or conditioned: those that come with the default model (auto: the better of them, none for "
+        "another model)",
     )
     model.add_argument(
         "--dtype",

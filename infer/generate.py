@@ -30,8 +30,7 @@ A line of --prompts is {"prompt": "..."} or {"messages": [{"role": "user", "cont
 Numbers in parentheses are defaults; a model's generation_config.json may set its own.
 """
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-MAX_FILE, MAX_LINE = 10**9, 2**24  # bytes of a file of prompts and of one of its lines; contexts are shorter
+MAX_FILE = 10**9  # bytes of a file of prompts
 
 
 def make_parser() -> cli.Parser:
@@ -87,18 +86,18 @@ def read_prompts(args: argparse.Namespace, made: cli.Parser) -> list[Prompt]:
 
 def read_prompt_file(path: Path) -> list[Prompt]:
     """Read a JSONL file of prompts. Raises UserError naming the file and the line of a mistake."""
-    from medusa_jax.errors import UserError, user_path
+    from medusa_jax.errors import UserError, json_lines, user_path
 
     prompts: list[Prompt] = []
     try:
         path = user_path(path)
         cli.check_file(path, MAX_FILE)
         with path.open("rb") as file:
-            # Bytes, as only a line feed ends a line: a JSON text may hold other separators, such as U+2028.
-            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
-                record = _parse(line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line, path, number)
-                if record is not None:
-                    prompts.append(_prompt_of(record[0], f"{path}, line {number}"))
+            for number, record in json_lines(file):
+                where = f"{path}, line {number}"
+                if isinstance(record, UserError):
+                    raise UserError(f"{where}: {record}")
+                prompts.append(_prompt_of(record, where))
     except OSError as error:
         raise UserError(f"--prompts {path}: cannot be read ({error.strerror})") from None
     except UserError as error:
@@ -106,26 +105,6 @@ def read_prompt_file(path: Path) -> list[Prompt]:
     if not prompts:
         raise UserError(f"--prompts {path}: no prompts in it")
     return prompts
-
-
-def _parse(line: bytes, path: Path, number: int) -> tuple[Any] | None:
-    """The JSON value of a line; None for a blank one."""
-    from medusa_jax.errors import UserError
-
-    where = f"{path}, line {number}"
-    if len(line) > MAX_LINE:
-        raise UserError(f"{where}: more than {MAX_LINE:,} bytes, expected one prompt")
-    try:
-        text = line.decode()
-        return (json.loads(text),) if text.strip() else None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 ({error.reason} at byte {error.start + 1})") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from None
-    except RecursionError:
-        raise UserError(f"{where}: not valid JSON (nested too deeply)") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise UserError(f"{where}: not valid JSON ({error})") from None
 
 
 def _prompt_of(record: Any, where: str) -> Prompt:

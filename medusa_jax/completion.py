@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from medusa_jax.decode import Plan
 from medusa_jax.errors import UserError
@@ -77,6 +78,24 @@ def completion(prompt: Prompt, job: Job, plan: Plan) -> Completion:
             lossy=sampled and job.params.acceptance == "typical",
         ),
     )
+
+
+def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], generation_prompt: bool = True) -> str:
+    """The text of chat messages by the tokenizer's template; with a prompt, up to where the answer begins.
+
+    Raises UserError when the template refuses the messages.
+    """
+    import jinja2  # only here: it takes a while to import
+
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=generation_prompt
+        )
+    except jinja2.TemplateError as error:
+        raise UserError(f"the model's chat template refuses these messages: {error}") from None
+    except Exception as error:  # noqa: BLE001 - a template is a program and can fail in any way
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"the model's chat template fails on these messages: {problem}") from None
 
 
 def prompt_text(prompt: Prompt) -> str:

@@ -13,10 +13,13 @@ import os
 import reprlib
 import stat
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 LARGEST_JSON = 64 << 20  # bytes of a settings file; the largest real ones, indices of shards, have a tenth
+LONGEST_LINE = 2**24  # bytes of a record; contexts are shorter
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _LONGEST_MESSAGE = 2000
 
 _REPR = reprlib.Repr()
@@ -126,6 +129,33 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def json_lines(file: IO[bytes]) -> Iterator[tuple[int, Any]]:
+    """The number (from 1) and value of each line of JSON; blank ones are passed over.
+
+    What is wrong with a line comes as a UserError in place of its value, without the file's name. Only a line
+    feed ends a line: a JSON text may hold other separators, such as U+2028.
+    """
+    for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
+        if len(line) > LONGEST_LINE:
+            while line and not line.endswith(b"\n"):
+                line = file.readline(LONGEST_LINE)
+            yield number, UserError(f"more than {LONGEST_LINE:,} bytes, expected one record")
+            continue
+        try:
+            # Without its end, or a mistake there would be said to be on the next line.
+            text = (line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line).decode().rstrip()
+            if text:
+                yield number, json.loads(text)
+        except UnicodeDecodeError as error:
+            yield number, UserError(f"not UTF-8 ({error.reason} at byte {error.start + 1})")
+        except json.JSONDecodeError as error:
+            yield number, UserError(f"not valid JSON ({error.msg} at column {error.colno})")
+        except RecursionError:
+            yield number, UserError("not valid JSON (nested too deeply)")
+        except ValueError as error:  # a number of thousands of digits
+            yield number, UserError(f"not valid JSON ({error})")
 
 
 def write_atomically(path: Path, data: bytes) -> None:

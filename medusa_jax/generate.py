@@ -9,25 +9,28 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from medusa_jax import backbone, decode, sharding
 from medusa_jax import heads as heads_module
-from medusa_jax.completion import Completion, Prompt, completion, messages_of
+from medusa_jax.completion import Completion, Prompt, completion, messages_of, render
 from medusa_jax.config import MedusaConfig, ModelConfig
 from medusa_jax.decode import Plan
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, is_file
 from medusa_jax.heads import HeadParams
 from medusa_jax.programs import Programs
 from medusa_jax.sampling import SamplingParams, model_defaults, resolve
 from medusa_jax.schedule import Engine, Job, Session, decode_batch
 from medusa_jax.text import TextStream
-from medusa_jax.tree import Tree
-from medusa_jax.weights import checkpoints, hf, hub
+from medusa_jax.tree import Tree, load_tree
+from medusa_jax.weights import checkpoints, hf, hub, shipped
 from medusa_jax.weights.params import abstract_params, load_params
+
+if TYPE_CHECKING:
+    from medusa_jax.weights.head_files import HeadCheckpoint
 
 
 class MedusaLM:
@@ -71,7 +74,7 @@ class MedusaLM:
     def load(
         cls,
         model: str | os.PathLike[str] | None = None,
-        heads: str | os.PathLike[str] | None = None,
+        heads: str | os.PathLike[str] | None = "auto",
         tree: Tree | str | os.PathLike[str] | None = None,
         dtype: str | Any | None = None,
         mesh: str | Mapping[str, int] | jax.sharding.Mesh | None = None,
@@ -87,10 +90,11 @@ class MedusaLM:
         early; what it returns, if anything, is called while they are read: compiling needs only their
         shapes (see `compile_for`). progress(bytes_done, bytes_total) is called as they come.
 
-        heads: a folder, a file or a hub id, None or "none" for none. tree: what `Tree.parse` takes, or
-        "auto". lookup: "on", "off", or "auto", which is on where there are heads or a tree is named. Without
-        heads, tree or lookup the model decodes plainly. Raises UserError for whatever is wrong with the
-        files or the tree.
+        heads: a folder, a file or a hub id; "medusa" or "conditioned" for those that come with the default
+        model, "auto" for the better of them with that model and none with another; None or "none" for none.
+        tree: what `Tree.parse` takes, or "auto". lookup: "on", "off", or "auto", which is on where there are
+        heads or a tree is named. Without heads, tree or lookup the model decodes plainly. Raises UserError
+        for whatever is wrong with the files or the tree.
         """
         if tree is not None and not isinstance(tree, Tree):
             tree = None if str(tree) == "auto" else Tree.parse(str(tree))
@@ -98,7 +102,8 @@ class MedusaLM:
             raise UserError(f"lookup is {lookup!r}, expected 'auto', 'on' or 'off'")
         checkpoint = checkpoints.open_model(model)
         opened = None
-        if heads not in (None, "none"):
+        heads = shipped.resolve(heads, model)
+        if heads is not None:
             from medusa_jax.weights.head_files import open_heads
 
             opened = open_heads(
@@ -124,7 +129,7 @@ class MedusaLM:
         lm.warnings += [] if opened is None else opened.warnings
         use_lookup = lookup in ("on", True) or (lookup == "auto" and (opened is not None or tree is not None))
         if tree is None and (opened is not None or use_lookup):
-            tree = default_tree(None if opened is None else opened.config, use_lookup)
+            tree = default_tree(opened, use_lookup)
         lm.use(tree, lookup=use_lookup)
         meanwhile = None if expect is None else expect(lm)
         worker = None if meanwhile is None else _Background(meanwhile)
@@ -197,17 +202,9 @@ class MedusaLM:
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The text of chat messages, ending where the assistant's answer begins."""
-        import jinja2  # only here: it takes a while to import
-
         if not self.tokenizer.chat_template:
             raise UserError("this model has no chat template; give it plain text with --raw (raw=True)")
-        try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            raise UserError(f"the model's chat template refuses these messages: {error}") from None
-        except Exception as error:  # noqa: BLE001 - a template is a program and can fail in any way
-            problem = f"{type(error).__name__}: {error}"
-            raise UserError(f"the model's chat template fails on these messages: {problem}") from None
+        return render(self.tokenizer, messages)
 
     def job(self, ids: list[int], params: SamplingParams | None = None) -> Job:
         """A request for the answer to a prompt's ids."""
@@ -364,13 +361,23 @@ _PUBLISHED_RATES = (
 _LOOKUP_DEPTH, _LOOKUP_RATE = 7, 0.1  # a match is rare but goes on for long; not measured
 
 
-def default_tree(config: MedusaConfig | None, lookup: bool) -> Tree:
-    """A tree for heads and lookup that nothing is known about: 8 nodes on a CPU, where each costs, else 64.
+TREE_FILE = "tree.json"  # beside heads: the tree that was measured for them
 
+
+def default_tree(heads: HeadCheckpoint | None, lookup: bool) -> Tree:
+    """A tree of 8 nodes on a CPU, where each costs, else of 64, for these heads and lookup.
+
+    Grown from the rates that were measured for the heads, if they come with any, else from published ones.
     Without heads it is lookup's chain.
     """
-    if config is None:
+    if heads is None:
         return Tree.chain(_LOOKUP_DEPTH)
+    nodes = 8 if jax.default_backend() == "cpu" else 64
+    measured = heads.path / TREE_FILE
+    if is_file(measured):
+        tree, rates = load_tree(measured)
+        return tree if rates is None else Tree.grow(rates, nodes)
+    config = heads.config
     depth = min(config.num_heads, len(_PUBLISHED_RATES))
     rates = {
         path: math.prod(_PUBLISHED_RATES[d][rank] for d, rank in enumerate(path))
@@ -380,7 +387,7 @@ def default_tree(config: MedusaConfig | None, lookup: bool) -> Tree:
     if lookup:
         for length in range(1, _LOOKUP_DEPTH + 1):
             rates[(0,) * length] = max(rates.get((0,) * length, 0.0), _LOOKUP_RATE)
-    return Tree.grow(rates, 8 if jax.default_backend() == "cpu" else 64)
+    return Tree.grow(rates, nodes)
 
 
 def end_tokens(generation_config: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:

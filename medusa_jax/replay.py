@@ -9,18 +9,55 @@ Shapes: B texts, T tokens of a text, D model, M heads, V' tokens that the heads 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax import heads, propose
-from medusa_jax.config import MedusaConfig
+from medusa_jax import backbone, heads, propose, sampling
+from medusa_jax.backbone import Params, over_leading
+from medusa_jax.config import MedusaConfig, ModelConfig
 from medusa_jax.heads import HeadParams
 from medusa_jax.tree import RankPath, Tree
 
 MISS = np.iinfo(np.int32).max  # the rank of a token that is in no list
+
+
+def replay(
+    params: Params,
+    made: HeadParams | None,
+    tokens: jax.Array,
+    seed: jax.Array,
+    temperature: jax.Array,
+    *,
+    config: ModelConfig,
+    heads_config: MedusaConfig | None,
+    depth: int,
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
+    """Ranks of the true and of lookup's tokens in the heads' lists [T, M] (see `head_ranks`), and `lookups`.
+
+    tokens [T]: one text, answered with this seed and temperature, zeros behind it.
+    """
+    T = tokens.shape[0]
+    found = lookups(tokens, depth)
+    if made is None or heads_config is None:
+        return None, None, found
+    positions = jnp.arange(T, dtype=jnp.int32)[None]
+    hidden, _ = backbone.forward(params, config, tokens[None], positions, jnp.tri(T, dtype=bool), None)
+    embedding = params["model"]["embed_tokens"]["weight"]
+    unembedding = backbone.unembedding_table(params)
+
+    def noise(ahead: int) -> jax.Array:
+        drawn = sampling.gumbel(seed[None], positions + ahead, config.vocab_size)
+        drawn = drawn if made.token_map is None else drawn[..., made.token_map]
+        return jnp.where(temperature > 0, drawn, 0)
+
+    scale = jnp.where(temperature > 0, 1 / jnp.where(temperature > 0, temperature, 1), 1.0)
+    true, looked = head_ranks(
+        made, heads_config, embedding, unembedding, tokens[None], hidden, found[None], scale, noise
+    )
+    return true[0], looked[0], found
 
 
 def head_ranks(
@@ -31,10 +68,14 @@ def head_ranks(
     tokens: jax.Array,
     hidden: jax.Array,
     found: jax.Array,
+    scale: jax.Array | float = 1.0,
+    noise: Callable[[int], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Ranks in the heads' lists, [B, T, M] each: of the true tokens, and of lookup's.
 
     tokens [B, T]; hidden [B, T, D] after the final norm; found [B, T, M or more] as `lookups` gives it.
+    scale: one over the temperature; noise(n) [B, T, V'] is added to the scaled scores of the tokens n places
+    ahead, as `propose` ranks guesses.
     Entry [t, m] is about the token t + 2 + m, as head m at t guesses it after the true tokens t + 1 to
     t + 1 + m. MISS where that lies behind the text or outside the draft vocabulary.
     """
@@ -44,8 +85,10 @@ def head_ranks(
         following = [jnp.roll(tokens, -1 - i, axis=1) for i in range(m + 2)]
         path = jnp.stack([embedding[following[i]] for i in range(m + 1)], axis=2)
         z = heads.state(params, config, hidden, m, path)
-        scores = heads.logits(params, config, z, m, unembedding)
-        inside = jnp.arange(T) + 2 + m < T
+        scores = heads.logits(params, config, z, m, unembedding) * scale
+        if noise is not None:
+            scores = scores + noise(m + 2)
+        inside = jnp.arange(T)[None] + 2 + m < T
         true.append(jnp.where(inside, _rank(scores, following[m + 1], params, config), MISS))
         looked.append(_rank(scores, found[..., m], params, config))
     return jnp.stack(true, axis=-1), jnp.stack(looked, axis=-1)
@@ -59,7 +102,7 @@ def _rank(scores: jax.Array, token: jax.Array, params: HeadParams, config: Medus
         place = nowhere.at[params.token_map].set(jnp.arange(config.scored, dtype=jnp.int32))[token]
         place = jnp.where(token >= 0, place, -1)
     own = jnp.take_along_axis(scores, jnp.maximum(place, 0)[..., None], axis=-1)
-    earlier = jnp.arange(scores.shape[-1]) < place[..., None]
+    earlier = over_leading(jnp.arange(scores.shape[-1]), scores) < place[..., None]
     rank = jnp.sum((scores > own) | ((scores == own) & earlier), axis=-1)
     return jnp.where(place >= 0, rank, MISS).astype(jnp.int32)
 

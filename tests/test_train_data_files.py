@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_jax import UserError
+from medusa_jax import UserError, errors
 from train import conversations
 
 
@@ -129,7 +129,7 @@ def test_what_distill_writes(tmp_path):
 
 ONE_OF = 'expected one of "messages", "conversations", "prompt" with "completion", "text"'
 BAD_RECORDS = {
-    '{"messages": [': r"not valid JSON \(.* at column 15\), expected one record a line",
+    '{"messages": [': r"not valid JSON \(.* at column 15\)",
     "not json": r"not valid JSON",
     b'{"text": "caf\xe9"}': r"not UTF-8 \(invalid continuation byte at byte 14\)",
     "[" * 100_000: r"not valid JSON \(nested too deeply\)",
@@ -192,7 +192,7 @@ def test_all_lines_are_checked(tmp_path):
 
 
 def test_a_line_without_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(conversations, "MAX_LINE", 120)
+    monkeypatch.setattr(errors, "LONGEST_LINE", 120)
     path = lines_file(tmp_path / "a.jsonl", GOOD, {"text": "x" * 350}, GOOD, {"text": "y" * 105}, {"text": 3})
     with pytest.raises(UserError, match=r"line 2: more than 120 bytes, .* \(and 1 other line: 5\)$"):
         conversations.read(path)

@@ -28,8 +28,8 @@ class DataOptions:
     """What is learnt from."""
 
     data: tuple[str, ...] = ()
-    """Files: ShareGPT JSON, or JSONL of messages, prompt and completion, or text. FILE:2 counts twice as much
-    as FILE."""
+    """Files: ShareGPT JSON, or JSONL of messages, prompt and completion, or text. With FILE:2 a file has
+    twice the share of the rows seen that one of weight 1 has."""
     sequence_length: int = 2048
     """Tokens of a packed row."""
     validation: float = 0.02

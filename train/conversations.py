@@ -20,12 +20,10 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from medusa_jax.errors import UserError, require_file, shown, user_path
+from medusa_jax.errors import BYTE_ORDER_MARK, UserError, json_lines, require_file, shown, user_path
 
-MAX_LINE = 2**24  # bytes; contexts are shorter
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NUMBERS_SHOWN = 10  # of the lines that are wrong besides the first
 _WHITE_SPACE = re.compile(r"[ \t\n\r]*")  # JSON's
 
@@ -108,51 +106,21 @@ def _values(path: Path) -> Iterator[tuple[str, int, Any]]:
     try:
         with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as opened:
             file: Any = opened
-            start = file.peek(4096).removeprefix(_BYTE_ORDER_MARK).lstrip()
-            yield from _records(file.read()) if start.startswith(b"[") else _lines(file)
+            start = file.peek(4096).removeprefix(BYTE_ORDER_MARK).lstrip()
+            if start.startswith(b"["):
+                yield from _records(file.read())
+            else:
+                yield from (("line", number, value) for number, value in json_lines(file))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path}: not a whole gzip file ({error})") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def _lines(file: IO[bytes]) -> Iterator[tuple[str, int, Any]]:
-    """The values of JSON lines; blank ones are passed over.
-
-    Only a line feed ends a line: a JSON text may hold other separators, such as U+2028.
-    """
-    for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
-        if len(line) > MAX_LINE:
-            while line and not line.endswith(b"\n"):
-                line = file.readline(MAX_LINE)
-            yield "line", number, UserError(f"more than {MAX_LINE:,} bytes, expected one record")
-            continue
-        value = _value(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line)
-        if value is not None:
-            yield "line", number, value[0]
-
-
-def _value(line: bytes) -> tuple[Any] | None:
-    """The JSON value of a line, or the UserError it gives; None for a blank one."""
-    try:
-        text = line.decode().rstrip()  # or a mistake at the end would be on the next line
-        return (json.loads(text),) if text else None
-    except UnicodeDecodeError as error:
-        return (UserError(f"not UTF-8 ({error.reason} at byte {error.start + 1})"),)
-    except json.JSONDecodeError as error:
-        return (
-            UserError(f"not valid JSON ({error.msg} at column {error.colno}), expected one record a line"),
-        )
-    except RecursionError:
-        return (UserError("not valid JSON (nested too deeply)"),)
-    except ValueError as error:  # a number of thousands of digits
-        return (UserError(f"not valid JSON ({error})"),)
-
-
 def _records(data: bytes) -> Iterator[tuple[str, int, Any]]:
     """The values of a JSON array, one by one. Nothing can be read behind a place where its JSON is broken."""
     # Bytes that are no UTF-8 become half surrogate pairs: they are found in the record that has them.
-    text = data.removeprefix(_BYTE_ORDER_MARK).decode(errors="surrogateescape")
+    text = data.removeprefix(BYTE_ORDER_MARK).decode(errors="surrogateescape")
     decoder = json.JSONDecoder()
     at, number = _past_space(text, text.index("[") + 1), 0
     closed = text.startswith("]", at)

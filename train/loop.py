@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax import sharding
+from medusa_jax.errors import UserError
 from train import pipeline
 from train.checkpoints import Checkpoints
 from train.hidden import HiddenStates
@@ -118,8 +119,13 @@ class Loop:
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
-        first = int(state.step)
+        first, fingerprint = int(state.step), self.data.fingerprint()
         if saved is not None:
+            if saved["rows"] != fingerprint:
+                raise UserError(
+                    f"--resume: checkpoint {first} was trained on other data; "
+                    "it needs the same files, options and chat template"
+                )
             order.set_state(saved["data"])
         key = jax.random.key(options.seed)
         if plan.mesh is not None:
@@ -153,6 +159,7 @@ class Loop:
                     value = self.validate(state, step + 1)
                 if saves or value is not None:
                     run = {"data": position, "options": plan.config.flat(), "values": self.last_values}
+                    run["rows"] = fingerprint
                     run["seconds"] = time.perf_counter() - self.began
                     self.checkpoints.save(state, run, value, wait=stopping or last)
             if stopping and not last:

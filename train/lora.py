@@ -46,8 +46,8 @@ def init(
 ) -> Adapters:
     """Fresh adapters, under which a model is what it was: B is zero.
 
-    A is uniform up to 1 / sqrt(in), PEFT's default. params: the model, or its shapes. targets: "all" or some of
-    TARGETS. Raises UserError for numbers out of range and for unknown targets.
+    A is uniform up to 1 / sqrt(in), PEFT's default. params: the model, or its shapes. targets: "all", or some
+    of TARGETS. Raises UserError for numbers out of range and for unknown targets.
     """
     _check(rank, alpha, dropout)
     wanted = _targets(targets)
@@ -68,9 +68,9 @@ def init(
 
 
 def attach(params: Params, adapters: Adapters, dtype: Any) -> Params:
-    """The model with its adapters: the same arrays, and beside each adapted weight A and (alpha / r) B in `dtype`.
+    """The model with its adapters: the same arrays, and A and (alpha / r) B in dtype beside adapted weights.
 
-    Gradients reach the adapters through it. What the model then computes: `medusa_jax.linear`.
+    Gradients reach the adapters through it. What the model then computes: see `medusa_jax.linear`.
     """
     rate = {"lora_dropout": jnp.asarray(adapters.dropout, F32)} if adapters.dropout else {}
 

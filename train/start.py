@@ -93,9 +93,7 @@ def store_hidden(
     names = ("tokens", "segments", "positions", "labels")
     arrays = {name: np.concatenate([getattr(one, name) for one in packed]) for name in names}
     shape = (*arrays["tokens"].shape, plan.model.hidden_size)
-    fingerprint = hashlib.sha256()
-    for name in ("tokens", "segments"):
-        fingerprint.update(np.ascontiguousarray(arrays[name]).tobytes())
+    fingerprint = hashlib.sha256(data.fingerprint().encode())
     for name, leaf in flatten(params).items():
         values = np.asarray(leaf.reshape(-1)[: 1 << 10].astype(F32))
         fingerprint.update(f"{name} {leaf.shape} {leaf.dtype}".encode() + values.tobytes())

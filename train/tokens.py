@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from medusa_jax.completion import messages_of
+from medusa_jax.completion import messages_of, render
 from medusa_jax.errors import UserError, shown
 from medusa_jax.text import REPLACEMENT
 from train.conversations import Document
@@ -131,19 +131,7 @@ class _Encoder:
 
     def _render(self, messages: Sequence[dict[str, str]], prompt: bool) -> str:
         """The text of messages; with `prompt`, up to where an answer begins."""
-        import jinja2  # only here: it takes a while to import
-
-        if not messages:
-            return ""
-        try:
-            return self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=prompt
-            )
-        except jinja2.TemplateError as error:
-            raise UserError(f"the model's chat template refuses these messages: {error}") from None
-        except Exception as error:  # noqa: BLE001 - a template is a program and can fail in any way
-            problem = f"{type(error).__name__}: {error}"
-            raise UserError(f"the model's chat template fails on these messages: {problem}") from None
+        return render(self._tokenizer, messages, prompt) if messages else ""
 
     def turns(self, document: Document) -> list[_Turn]:
         """The answers that have a text, in their order."""
