@@ -40,7 +40,7 @@ from rich.table import Table
 
 from medusa_jax import backbone, decode, heads, sharding
 from medusa_jax.config import MedusaConfig, ModelConfig
-from medusa_jax.programs import Programs
+from medusa_jax.programs import Programs, compiler_options
 from medusa_jax.tree import Tree
 
 LLAMA_2_7B = ModelConfig.from_hf(
@@ -63,9 +63,11 @@ CONDITIONED = dataclasses.replace(HEADS, conditioned=True, draft_vocab_size=8192
 BANDWIDTH = {"v5e": 819e9, "h200": 4.8e12}  # bytes/s
 
 READ_RATIO = 1.01  # bytes read over the analytic minimum
+WRITE_RATIO = 0.02  # bytes written over those of the cache: a cache that is rewritten would be 1
 AROUND_RATIO = 0.01  # what `run` moves once, outside of its loop, over the minimum of one step
 TEMP_RATIO = 0.25  # temporaries over the cache: a copied cache would be 1
 TEMP_COLLECTIVES = 64 << 20  # bytes that XLA reserves on every device of a program with collectives
+TREE_RATIO = 1.15  # bytes moved by a step of 16 nodes over those of a plain step, on a GPU
 SHARDS = 8  # of the tensor-parallel cases
 
 # What the GPU compiler must know of a card that is not there (NVIDIA's data sheet and occupancy tables).
@@ -89,9 +91,11 @@ platform_name: "CUDA"
 class Limits:
     """What a program may do; None: reported only. Bytes are those of one device."""
 
-    read_ratio: float | None = None
+    read_ratio: float | None = None  # over the minimum
+    write_ratio: float | None = None  # over the donated cache
     temp: float | None = None
-    collectives: dict[str, int] | None = None  # the most of each kind of at least hlo.TINY bytes, others 0
+    collectives: dict[str, int] | None = None  # the most of each kind of more than hlo.TINY bytes, others 0
+    times_plain: float | None = None  # bytes read and written over those of the case's plain step
 
 
 @dataclasses.dataclass
@@ -111,6 +115,7 @@ class Case:
     build: Callable[[], Built]
     limits: Limits = Limits()
     chip: str = "v5e"
+    plain: Callable[[], Built] | None = None  # the step that `times_plain` compares with
     breaks: frozenset[str] = frozenset()  # a positive control: the limits that it must pass
 
 
@@ -177,16 +182,16 @@ def compile_step(made: Programs, batch: int, function: Callable[..., decode.Deco
     state = made.state_shape(batch, SLOTS)
     kept = jax.tree.map(lambda leaf: leaf.sharding, state)
     lowered = jax.jit(function, donate_argnames="state", out_shardings=kept).lower(made.params, state)
-    return built(lowered.compile(), made, state, batch)
+    return built(lowered.compile(compiler_options=compiler_options(made.mesh)), made, state, batch)
 
 
-def build_step(mesh: Callable[[], Mesh]) -> Built:
+def build_step(mesh: Callable[[], Mesh], config: ModelConfig = LLAMA_2_7B) -> Built:
     """One plain step of one row."""
 
     def step(params: backbone.Params, state: decode.DecodeState) -> decode.DecodeState:
-        return decode.step(params, None, state, LLAMA_2_7B, PLAIN)
+        return decode.step(params, None, state, config, PLAIN)
 
-    return compile_step(programs(mesh()), 1, step)
+    return compile_step(programs(mesh(), config), 1, step)
 
 
 def build_run(mesh: Callable[[], Mesh]) -> Built:
@@ -208,9 +213,15 @@ def build_insert(mesh: Callable[[], Mesh]) -> Built:
     return built(made.insert(8, SLOTS), made, made.state_shape(8, SLOTS), 0)
 
 
-def build_medusa(mesh: Callable[[], Mesh], medusa: MedusaConfig, nodes: int, batch: int = 1) -> Built:
+def build_medusa(
+    mesh: Callable[[], Mesh],
+    medusa: MedusaConfig,
+    nodes: int,
+    batch: int = 1,
+    config: ModelConfig = LLAMA_2_7B,
+) -> Built:
     """The generation loop of Medusa steps: heads, a tree of so many nodes, verification, commit."""
-    made = programs(mesh(), medusa=medusa)
+    made = programs(mesh(), config, medusa)
     rates = {
         path: float(np.prod([0.5 / (rank + 1) for rank in path]))
         for depth in range(1, medusa.num_heads + 1)
@@ -264,15 +275,25 @@ def build_copying() -> Built:
 def cases() -> dict[str, Case]:
     """All programs by name."""
     one, eight = partial(v5e, 1, 1, 1), partial(v5e, 1, 1, SHARDS)
-    cached = 2 * LLAMA_2_7B.num_hidden_layers * SLOTS * DTYPE.itemsize
-    cached *= LLAMA_2_7B.num_key_value_heads * LLAMA_2_7B.head_dim
-    single = Limits(READ_RATIO, TEMP_RATIO * cached, {})
+    layers = LLAMA_2_7B.num_hidden_layers
+    cached = 2 * layers * SLOTS * DTYPE.itemsize * LLAMA_2_7B.num_key_value_heads * LLAMA_2_7B.head_dim
+    single = Limits(read_ratio=READ_RATIO, write_ratio=WRITE_RATIO, temp=TEMP_RATIO * cached, collectives={})
+    # What 64 nodes write are activations: each of the cache's 64 arrays that is rewritten adds 1/64.
+    tree = dataclasses.replace(single, read_ratio=1.05, write_ratio=0.075)
     # Two all-reduces a layer and the embedding's.
-    split = Limits(
-        READ_RATIO,
-        TEMP_RATIO * cached / SHARDS + TEMP_COLLECTIVES,
-        {"all-reduce": 2 * LLAMA_2_7B.num_hidden_layers + 1},
+    split = dataclasses.replace(
+        single,
+        temp=TEMP_RATIO * cached / SHARDS + TEMP_COLLECTIVES,
+        collectives={"all-reduce": 2 * layers + 1},
     )
+    # The heads' besides, and top-k results that are not tiny; nothing else is gathered or moved.
+    split_tree = dataclasses.replace(
+        split, read_ratio=1.05, write_ratio=0.19, collectives={"all-reduce": 2 * layers + 7}
+    )
+    split_batch = dataclasses.replace(
+        split_tree, write_ratio=WRITE_RATIO, temp=8 * TEMP_RATIO * cached / SHARDS + TEMP_COLLECTIVES
+    )
+    card = partial(Case, chip="h200", plain=partial(build_step, h200))
     return {
         "step": Case(partial(build_step, one), single),
         "run": Case(partial(build_run, one), single),
@@ -280,20 +301,33 @@ def cases() -> dict[str, Case]:
         "run-tensor8": Case(partial(build_run, eight), split),
         "insert-data2-tensor4": Case(partial(build_insert, partial(v5e, 2, 1, 4)), Limits(collectives={})),
         "prefill-512": Case(partial(build_prefill, one)),
-        "medusa-64": Case(
-            partial(build_medusa, one, HEADS, 64), dataclasses.replace(single, read_ratio=1.05)
-        ),
+        "medusa-64": Case(partial(build_medusa, one, HEADS, 64), tree),
         "medusa-64-conditioned": Case(
-            partial(build_medusa, one, CONDITIONED, 64), dataclasses.replace(single, read_ratio=1.08)
+            partial(build_medusa, one, CONDITIONED, 64), dataclasses.replace(tree, read_ratio=1.08)
         ),
-        "medusa-64-tensor8": Case(partial(build_medusa, eight, HEADS, 64)),
-        "medusa-16-tensor8-batch8": Case(partial(build_medusa, eight, HEADS, 16, 8)),
-        "medusa-16-h200": Case(partial(build_medusa, h200, HEADS, 16), chip="h200"),
-        "step-h200": Case(partial(build_step, h200), chip="h200"),
+        "medusa-64-tensor8": Case(partial(build_medusa, eight, HEADS, 64), split_tree),
+        "medusa-16-tensor8-batch8": Case(partial(build_medusa, eight, HEADS, 16, 8), split_batch),
+        # XLA:GPU keeps scores and products of the attention in memory: what is reached, and no more.
+        "step-h200": Case(partial(build_step, h200), Limits(1.09, 1.05), chip="h200"),
+        "medusa-16-h200": card(
+            partial(build_medusa, h200, HEADS, 16), Limits(1.14, 0.77, times_plain=TREE_RATIO)
+        ),
+        "medusa-64-h200": card(partial(build_medusa, h200, HEADS, 64), Limits(1.37, 2.63)),
         "control-gather": Case(
             build_gathering, Limits(collectives={"all-reduce": 5}), breaks=frozenset({"all-gather"})
         ),
-        "control-copy": Case(build_copying, Limits(read_ratio=READ_RATIO), breaks=frozenset({"read"})),
+        "control-copy": Case(
+            build_copying,
+            Limits(read_ratio=READ_RATIO, write_ratio=WRITE_RATIO),
+            breaks=frozenset({"read", "write"}),
+        ),
+        "control-dear-tree": Case(
+            partial(build_medusa, h200, HEADS, 64, config=small()),
+            Limits(times_plain=TREE_RATIO),
+            chip="h200",
+            plain=partial(build_step, h200, small()),
+            breaks=frozenset({"times plain"}),
+        ),
     }
 
 
@@ -313,6 +347,7 @@ class Row:
     alias: float
     donated: float
     collectives: dict[str, tuple[int, float]]
+    times_plain: float | None
     bound_ms: float
     limits: Limits
     passed: dict[str, str]  # the limits that were passed: which, and by what
@@ -327,6 +362,7 @@ def measure(name: str, case: Case, save: Path | None) -> list[Row]:
     memory = made.program.memory_analysis()
     module = hlo.parse(text)
     traffic, dearest = hlo.count(module), hlo.count(module, dearest=True)
+    plain = hlo.count(hlo.parse(case.plain().program.as_text())).total if case.plain else None
     loops = [loop.body for loop in traffic.loops if loop.trips is None]
     dearest_loops = [loop.body for loop in dearest.loops if loop.trips is None]
     per_step, per_step_dearest = (loops[0], dearest_loops[0]) if loops else (traffic, dearest)
@@ -342,9 +378,10 @@ def measure(name: str, case: Case, save: Path | None) -> list[Row]:
             alias=memory.alias_size_in_bytes,
             donated=made.donated,
             collectives=part.collectives,
+            times_plain=part.total / plain if plain and part is per_step else None,
             bound_ms=1e3 * part.total / BANDWIDTH[case.chip],
             limits=limits,
-            passed=violations(part, made, memory.temp_size_in_bytes, limits),
+            passed=violations(part, made, memory.temp_size_in_bytes, plain, limits),
         )
 
     rows = [row(name, per_step, per_step_dearest.read, case.limits)]
@@ -369,11 +406,19 @@ def measure(name: str, case: Case, save: Path | None) -> list[Row]:
     return rows
 
 
-def violations(part: hlo.Traffic, made: Built, temp: float, limits: Limits) -> dict[str, str]:
-    """The limits that are passed: which, and by what."""
+def violations(
+    part: hlo.Traffic, made: Built, temp: float, plain: float | None, limits: Limits
+) -> dict[str, str]:
+    """The limits that are passed: which, and by what. plain: bytes of the plain step, if there is one."""
     found = {}
     if limits.read_ratio and part.read > limits.read_ratio * made.minimum:
         found["read"] = f"{part.read / made.minimum:.4f} times the minimum is read, limit {limits.read_ratio}"
+    if limits.write_ratio and part.write > limits.write_ratio * made.donated:
+        times = f"{part.write / made.donated:.4f} times the cache"
+        found["write"] = f"{times} is written, limit {limits.write_ratio}"
+    if limits.times_plain and plain and part.total > limits.times_plain * plain:
+        times = f"{part.total / plain:.4f} times a plain step's bytes are moved"
+        found["times plain"] = f"{times}, limit {limits.times_plain}"
     if limits.temp and temp > limits.temp:
         found["temp"] = f"{temp / 1e6:.1f} MB of temporaries, limit {limits.temp / 1e6:.1f}"
     for kind, (number, size) in part.collectives.items():
@@ -385,7 +430,17 @@ def violations(part: hlo.Traffic, made: Built, temp: float, limits: Limits) -> d
 
 def table(rows: list[Row]) -> Table:
     """The report, limits beside the figures that have one."""
-    head = "program", "read GB", "dearest", "write GB", "minimum", "ratio", "temp MB", "alias MB"
+    head = (
+        "program",
+        "read GB",
+        "dearest",
+        "write GB",
+        "minimum",
+        "ratio",
+        "times plain",
+        "temp MB",
+        "alias MB",
+    )
     made = Table(*head, "collectives", "bound ms", title="One device: HBM bytes of a step or call")
 
     def limit(value: str, most: str | None) -> str:
@@ -400,9 +455,13 @@ def table(rows: list[Row]) -> Table:
             row.name,
             f"{row.read / 1e9:.4f}",
             f"{row.read_dearest / 1e9:.4f}",
-            f"{row.write / 1e9:.4f}",
+            limit(
+                f"{row.write / 1e9:.4f}",
+                f"{row.limits.write_ratio * row.donated / 1e9:.4f}" if row.limits.write_ratio else None,
+            ),
             f"{row.minimum / 1e9:.4f}" if stated else "",
             limit(f"{row.read / row.minimum:.4f}", str(row.limits.read_ratio or "")) if stated else "",
+            limit(f"{row.times_plain:.3f}", str(row.limits.times_plain or "")) if row.times_plain else "",
             limit(f"{row.temp / 1e6:.1f}", f"{row.limits.temp / 1e6:.0f}" if row.limits.temp else None),
             f"{row.alias / 1e6:.1f} of {row.donated / 1e6:.1f}",
             limit(kinds or "none", counts),
@@ -444,7 +503,7 @@ def main(arguments: list[str] | None = None) -> int:
             failures += [f"{name}: the counter misses what this control does: {kind}" for kind in unseen]
         else:
             failures += [f"{row.name}: {kind}: {what}" for row in found for kind, what in row.passed.items()]
-    console = Console() if sys.stdout.isatty() else Console(width=190)
+    console = Console() if sys.stdout.isatty() else Console(width=210)
     console.print(table(rows))
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")

@@ -9,7 +9,8 @@ counter multiplies by trip counts and leaves out what stays on the chip. Its rul
 * `dynamic-update-slice` on a buffer of its own program or fusion parameter works in place: it reads and
   writes the update. A `scatter` is counted as a rewrite of the whole array, as TPUs do it.
 * `copy-start`, `slice-start` and other asynchronous pairs count at their start.
-* Of a conditional one branch is counted, the cheapest unless asked otherwise.
+* Of a conditional one branch is counted, the cheapest unless asked otherwise; of each kind of collective
+  as many as the branch that has most of them, so that a limit holds whichever branch is taken.
 * A `while` counts its body times its trip count, from `known_trip_count` or from a condition `i < constant`
   with a constant start. Loops whose end is only known at run time count `unknown_trips` times.
 """
@@ -27,7 +28,7 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{\s*$")
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-TINY = 4096  # bytes: below it a collective's price is its latency
+TINY = 4096  # bytes: up to it a collective's price is its latency
 
 # No traffic of their own: names for buffers that exist, or bookkeeping.
 _FREE = {
@@ -103,7 +104,7 @@ class Traffic:
 
     read: float = 0.0
     write: float = 0.0
-    # kind, " (tiny)" behind those below TINY -> number, bytes (of operands or results, the larger)
+    # kind, " (tiny)" behind those of at most TINY -> number, bytes (of operands or results, the larger)
     collectives: dict[str, tuple[int, float]] = dataclasses.field(default_factory=dict)
     rows: list[tuple[float, float, str]] = dataclasses.field(default_factory=list)  # read, write, what
     loops: list[Loop] = dataclasses.field(default_factory=list)
@@ -236,8 +237,13 @@ class _Counter:
             listed = re.search(r"branch_computations=\{([^}]*)\}", x.attributes)
             names = re.findall(r"%([^\s,]+)", listed.group(1)) if listed else None
             names = names or [self.called(x, "true_computation"), self.called(x, "false_computation")]
-            pick = max if self.dearest else min
-            total.add(pick(map(self.computation, names), key=lambda branch: branch.total))
+            branches = [self.computation(name) for name in names]
+            taken = (max if self.dearest else min)(branches, key=lambda branch: branch.total)
+            most: dict[str, tuple[int, float]] = {}
+            for branch in branches:
+                for kind, moved in branch.collectives.items():
+                    most[kind] = max(most.get(kind, moved), moved)
+            total.add(dataclasses.replace(taken, collectives=most))
         elif x.opcode == "call":
             total.add(self.computation(self.called(x, "to_apply")))
         elif x.opcode not in _FREE and not x.opcode.endswith(("-done", "-update")):
@@ -248,7 +254,7 @@ class _Counter:
                 label = re.search(r'op_name="([^"]*)"', x.attributes)
                 total.rows.append((read, write, f"{x.opcode} {x.name} {label.group(1) if label else ''}"))
             for kind, size in self.collectives(where, x):
-                total.collective(kind if size >= TINY else f"{kind} (tiny)", 1, size)
+                total.collective(kind if size > TINY else f"{kind} (tiny)", 1, size)
 
     def called(self, x: Instruction, attribute: str) -> str:
         name = x.attribute(attribute)

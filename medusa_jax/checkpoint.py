@@ -236,7 +236,7 @@ def orbax(failure: str) -> Iterator[Any]:
 
     logger = logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.CRITICAL)
     try:
         yield ocp
     except UserError:

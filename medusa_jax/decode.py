@@ -295,7 +295,8 @@ def run(
 ) -> tuple[DecodeState, Report]:
     """Step until no row is active, or `max_steps` were made, or (`stop_early`) a row has ended.
 
-    shapes: shapes and shardings of the state, whose cache keeps its layout around the loop.
+    shapes: shapes and shardings of the state. Its cache keeps its layout around the loop, its hidden state
+    its sharding.
     """
     before = jnp.sum(state.active)
 
@@ -306,6 +307,9 @@ def run(
 
     def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         steps, state = carry
+        # Heads are split by input column. Left to itself the partitioner would split the hidden state that
+        # they read like them, through the loop every layer's activations too, and gather those at each use.
+        state = dataclasses.replace(state, hidden=_keep_sharding(state.hidden, shapes.hidden))
         state = step(params, heads, state, config, plan)
         keys = sharding.keep_layout(state.cache.keys, shapes.cache.keys)
         values = sharding.keep_layout(state.cache.values, shapes.cache.values)
@@ -314,6 +318,11 @@ def run(
 
     _, state = jax.lax.while_loop(go_on, body, (jnp.int32(0), state))
     return state, report(state)
+
+
+def _keep_sharding(array: jax.Array, shape: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+    """The array, split over the devices as a program's argument of this shape is."""
+    return array if shape.sharding is None else jax.lax.with_sharding_constraint(array, shape.sharding)
 
 
 def report(state: DecodeState) -> Report:

@@ -12,11 +12,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax import decode, sampling, sharding
+from medusa_jax import decode, replay, sampling, sharding
 from medusa_jax.backbone import Params
-from medusa_jax.config import ModelConfig
+from medusa_jax.config import MedusaConfig, ModelConfig
 from medusa_jax.decode import DecodeState, Plan, Report, Request
 from medusa_jax.heads import HeadParams
+
+# XLA may fetch an array onto the chip, have it updated there and copy it back whole. Shards of a cache are
+# small enough for that, and 0.5, its default for bytes used over bytes copied, just lets it pass: read once,
+# copied twice. What is only read once has 1.
+_SEVERAL_TPUS: dict[str, str | bool] = {"xla_tpu_msa_inefficient_use_to_copy_ratio": "0.75"}
+
+
+def compiler_options(mesh: jax.sharding.Mesh | None) -> dict[str, str | bool] | None:
+    """XLA's options for programs on this mesh; no compiler but the TPU's knows these.
+
+    A TPU compiler that does not know one refuses to compile, and names it.
+    """
+    if mesh is None or mesh.size == 1 or mesh.devices.flat[0].platform != "tpu":
+        return None
+    return _SEVERAL_TPUS
 
 
 @dataclasses.dataclass
@@ -43,7 +58,7 @@ class Programs:
         """The program of `key`, compiled when it is first asked for (by any thread)."""
         with self.locks.setdefault(key, threading.Lock()):
             if key not in self.compiled:
-                self.compiled[key] = build().compile()
+                self.compiled[key] = build().compile(compiler_options=compiler_options(self.mesh))
             return self.compiled[key]
 
     def _out(self, state: DecodeState, *, with_report: bool) -> Any:
@@ -102,6 +117,18 @@ class Programs:
             )
 
         return self._get(("run", batch, slots, plan), build)
+
+    def replay(self, length: int, heads: MedusaConfig | None, depth: int) -> Callable[..., Any]:
+        """(params, heads, tokens [length] int32, seed uint32, temperature float32) -> see `replay.replay`."""
+
+        def build() -> Any:
+            program = partial(replay.replay, config=self.config, heads_config=heads, depth=depth)
+            given = None if heads is None else self.heads
+            tokens = jax.ShapeDtypeStruct((length,), jnp.int32)
+            scalars = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.float32)
+            return jax.jit(program).lower(self.params, given, tokens, *scalars)
+
+        return self._get(("replay", length, heads, depth), build)
 
     def insert(self, batch: int, slots: int) -> Callable[[DecodeState, np.int32, DecodeState], DecodeState]:
         """(state: donated, row int32, state of one row) -> state."""

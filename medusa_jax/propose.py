@@ -65,18 +65,22 @@ def top_k(scores: jax.Array, k: int) -> jax.Array:
     """Indices [..., min(k, V)] of the largest of scores [..., V], largest first, of equal ones the first.
 
     The k largest lie in the k blocks with the largest maxima, so only those are searched: a top-k over a
-    whole vocabulary is a full sort on TPU, and a gather of all scores where the vocabulary is sharded.
+    whole vocabulary is a full sort on TPU, and a gather of all scores where the vocabulary is sharded. Of a
+    matrix XLA takes it shard by shard and then over the shards' results; of more dimensions it sorts.
     """
-    V = scores.shape[-1]
+    *leading, V = scores.shape
+    rows = scores.reshape(-1, V)
     if sampling.block_size(V) == 1:
-        return jax.lax.top_k(scores, min(k, V))[1]
-    blocks = sampling.in_blocks(scores)
-    size = blocks.shape[-1]
-    # In their own order, so that of equal scores the first is found, and the padding last: it is never used.
-    best = jnp.sort(jax.lax.top_k(jnp.max(blocks, axis=-1), k)[1], axis=-1)  # [..., k]
-    inside = jnp.take_along_axis(blocks, best[..., None], axis=-2).reshape(*scores.shape[:-1], k * size)
-    at = jax.lax.top_k(inside, k)[1]
-    return jnp.take_along_axis(best, at // size, axis=-1) * size + at % size
+        at = jax.lax.top_k(rows, min(k, V))[1]
+    else:
+        blocks = sampling.in_blocks(rows)
+        size = blocks.shape[-1]
+        # In their own order, so that of equal scores the first is found, and the padding last: never used.
+        best = jnp.sort(jax.lax.top_k(jnp.max(blocks, axis=-1), k)[1], axis=-1)  # [rows, k]
+        inside = jnp.take_along_axis(blocks, best[:, :, None], axis=1).reshape(-1, k * size)
+        at = jax.lax.top_k(inside, k)[1]
+        at = jnp.take_along_axis(best, at // size, axis=-1) * size + at % size
+    return at.reshape(*leading, at.shape[-1])
 
 
 def lookup(tokens: jax.Array, known: jax.Array, length: int) -> jax.Array:

@@ -249,9 +249,35 @@ def matching_shardings(tree: Any, config: ModelConfig, mesh: Mesh | None) -> Any
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
+def gathered(tree: Any, config: ModelConfig, mesh: Mesh | None) -> Any:
+    """Inside a program: parameters whole along `fsdp`, which splits their storage and not the computation.
+
+    Left to itself the partitioner would rather split products over it, and add up activations and logits.
+    """
+    if mesh is None:
+        return tree
+
+    def one(leaf: Any, placed: NamedSharding) -> Any:
+        kept = PartitionSpec(*(None if axis == "fsdp" else axis for axis in placed.spec))
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, kept))
+
+    return jax.tree.map(one, tree, matching_shardings(tree, config, mesh))
+
+
 def batch_sharding(mesh: Mesh, leading: int = 1) -> NamedSharding:
     """Rows of training data over `data` and `fsdp` together; rows are the last of `leading` dimensions."""
     return NamedSharding(mesh, PartitionSpec(*(None,) * (leading - 1), ("data", "fsdp")))
+
+
+def gathered_embedding(params: Any, config: ModelConfig, mesh: Mesh | None) -> Any:
+    """Inside a program: the model with its embedding whole along `fsdp`, before tokens are looked up in it.
+
+    A lookup in a table that is split by column gives columns. XLA goes on from there: it gathers the rows of
+    a batch that `fsdp` splits, and adds up partial products in every layer. From whole embeddings it goes on
+    by row, and gathers each layer's weights where they are needed.
+    """
+    part = {"model": {"embed_tokens": params["model"]["embed_tokens"]}}
+    return params | {"model": params["model"] | gathered(part, config, mesh)["model"]}
 
 
 def place(arrays: Any, shardings: Any) -> Any:

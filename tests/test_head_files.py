@@ -98,7 +98,7 @@ def test_heads_only(tmp_path, own, dtype):
     for path in (folder, str(folder), folder / medusa_formats.SAFETENSORS):
         opened = open_heads(path, **SIZES)
         assert opened.config == MedusaConfig(M, L, D, V, own_unembedding=own)
-        assert opened.kind == f"{medusa_formats.SAFETENSORS} {'v0.1' if own else 'v2'}"
+        assert opened.kind == f"first implementation {'v1' if own else 'v2'}"
         assert opened.metadata == {"base_model": "org/base"}
         assert opened.warnings == []
         assert opened.dtype == dtype
@@ -147,7 +147,7 @@ def test_in_a_model(tmp_path):
     for path in (folder, folder / "model.safetensors"):
         opened = open_heads(path, **SIZES)
         assert opened.config == MedusaConfig(M, L, D, V, own_unembedding=True)
-        assert opened.kind == "Medusa model v1.0"
+        assert opened.kind == "first implementation v1.0, a whole model"
         assert opened.metadata == {"base_model": "org/base"}
         assert opened.warnings == []
         check_values(opened.read(np.float32)[0], tensors, True, "medusa_head.")
@@ -234,10 +234,8 @@ def test_odd_counts_are_warnings(tmp_path, value):
 def test_of_another_model(tmp_path):
     folder = write(tmp_path / "heads", published())
     fails("hidden size 6", "model's is 8", "0.0.linear.weight", heads=folder, hidden_size=8)
-    message = fails("0.2.weight", "11 tokens", "vocabulary has 10", heads=folder, vocab_size=10)
-    assert "padding" in message
-    message = fails("0.2.weight", "11 tokens", "vocabulary has 12", heads=folder, vocab_size=12)
-    assert "padding" not in message
+    for size in (10, 12):
+        fails("0.2.weight", "11 tokens", f"vocabulary has {size}", "no padding", heads=folder, vocab_size=size)
     shared = write(tmp_path / "shared", published(own=False))
     fails("hidden size 6", heads=shared, hidden_size=4)
     assert open_heads(shared, hidden_size=D, vocab_size=99).config.vocab_size == 99
@@ -255,8 +253,8 @@ def test_gaps(tmp_path):
     fails("6 missing tensors", "0.0.linear.bias", heads=write(tmp_path / "d", no_bias))
     one_own = {n: t for n, t in tensors.items() if n not in ("1.2.weight", "2.2.weight")}
     fails("2 missing tensors: 1.2.weight, 2.2.weight", heads=write(tmp_path / "e", one_own))
-    vllm = {"blocks.0.layers.0.weight": np.zeros((D, D), np.float32)}
-    fails("no Medusa heads", "blocks.0.layers.0.weight", heads=write(tmp_path / "f", vllm))
+    other = {"heads.0.weight": np.zeros((D, D), np.float32)}
+    fails("no Medusa heads", "heads.0.weight", heads=write(tmp_path / "f", other))
     fails("no Medusa heads", "nothing", heads=write(tmp_path / "g", {}))
     transposed = tensors | {f"{h}.{L}.weight": np.zeros((D, V), np.float32) for h in range(M)}
     fails("0.2.weight is [6, 11], expected [11, 6]", heads=write(tmp_path / "h", transposed))
@@ -348,7 +346,7 @@ def test_pt(tmp_path, kind, legacy):
     state = {n: torch.tensor(t).to(getattr(torch, kind)) for n, t in tensors.items()}
     torch.save(state, tmp_path / medusa_formats.PICKLE, _use_new_zipfile_serialization=not legacy)
     opened = open_heads(tmp_path, **SIZES)
-    assert opened.kind == "medusa_lm_head.pt v0.1"
+    assert opened.kind == "first implementation v1"
     dtype = np.dtype(getattr(ml_dtypes, kind, kind))
     assert opened.dtype == dtype
     check_values(opened.read(dtype)[0], tensors, True, dtype=dtype)
@@ -697,7 +695,7 @@ class Hub:
         self.files, self.cache, self.calls, self.raises = files, cache, [], None
 
     def __call__(self, repo, *, revision, allow_patterns, ignore_patterns):
-        self.calls.append((repo, revision, tuple(allow_patterns), tuple(ignore_patterns)))
+        self.calls.append((repo, revision, tuple(allow_patterns), ignore_patterns))
         if self.raises:
             raise self.raises
         self.cache.mkdir(exist_ok=True)
@@ -715,14 +713,14 @@ def test_hub(tmp_path, monkeypatch):
     (hub.files / "README.md").write_bytes(b"x")
     opened = open_heads("org/heads@abc", **SIZES)
     check_values(opened.read(np.float32)[0], tensors, True)
-    assert [call[:2] for call in hub.calls] == [("org/heads", "abc")]
+    assert [call[:2] for call in hub.calls] == [("org/heads", "abc")] * 2  # first for heads beside a model
     assert sorted(p.name for p in hub.cache.iterdir()) == ["config.json", medusa_formats.SAFETENSORS]
-    # Only a pickle there: fetched in a second call.
+    # Only a pickle there: fetched in a third call.
     (hub.files / medusa_formats.SAFETENSORS).unlink()
     (hub.cache / medusa_formats.SAFETENSORS).unlink()
     monkeypatch.setitem(sys.modules, "torch", None)
     fails("medusa-jax[torch]", heads="org/heads")
-    assert [call[1] for call in hub.calls] == ["abc", None, None]
+    assert [call[1] for call in hub.calls] == ["abc"] * 2 + [None] * 3
     (hub.files / medusa_formats.PICKLE).unlink()
     (hub.cache / medusa_formats.PICKLE).unlink()
     fails("org/heads", "no heads", heads="org/heads")

@@ -199,6 +199,31 @@ def test_a_conditional_counts_one_branch():
     assert moved(indexed, dearest=True) == (512, 512)
 
 
+def test_collectives_of_a_conditional_are_those_of_any_branch():
+    """Each branch has some that the other, dearer or cheaper, has not."""
+    reduced = computation("reduced", "%x = f32[2048]{0} parameter(0)\nROOT %r = f32[2048]{0} all-reduce(%x)")
+    gathered = computation(
+        "gathered",
+        """
+        %x = f32[2048]{0} parameter(0)
+        %n = f32[2048]{0} negate(%x)
+        ROOT %g = f32[2048]{0} collective-permute(%n), source_target_pairs={{0,1}}
+        """,
+    )
+    text = program(
+        """
+        %p = pred[] parameter(0)
+        %x = f32[2048]{0} parameter(1)
+        ROOT %y = f32[2048]{0} conditional(%p, %x, %x), branch_computations={%reduced, %gathered}
+        """,
+        reduced,
+        gathered,
+    )
+    found = {"all-reduce": (1, 8192), "collective-permute": (1, 8192)}
+    assert count(text).collectives == count(text, dearest=True).collectives == found
+    assert (moved(text), moved(text, dearest=True)) == ((8192, 8192), (16384, 16384))
+
+
 def test_collectives_by_kind_with_tiny_ones_apart():
     fused = computation(
         "fused",
@@ -208,8 +233,10 @@ def test_collectives_by_kind_with_tiny_ones_apart():
         """
         %x = f32[2048]{0} parameter(0)
         %s = f32[8]{0} parameter(1)
+        %l = f32[1024]{0} parameter(2)
         %a = f32[2048]{0} all-reduce(%x), to_apply=%add
         %b = f32[8]{0} all-reduce(%s), to_apply=%add
+        %t = f32[1024]{0} all-reduce(%l), to_apply=%add
         %g = (f32[2048]{0}, f32[16384]{0}) all-gather-start(%x), dimensions={0}
         %h = f32[16384]{0} all-gather-done(%g)
         %f = f32[2048]{0} fusion(%x), kind=kCustom, calls=%fused
@@ -219,7 +246,7 @@ def test_collectives_by_kind_with_tiny_ones_apart():
     )
     assert count(text).collectives == {
         "all-reduce": (2, 2 * 8192),
-        "all-reduce (tiny)": (1, 32),
+        "all-reduce (tiny)": (2, 32 + 4096),
         "all-gather": (1, 65536),
         "collective-permute": (1, 8192),
     }

@@ -113,15 +113,17 @@ def test_convergence_on_a_periodic_language(tmp_path):
     sentence = "Rain falls on the plain, on the hills and on the roofs of the town. "
     data = tmp_path / "text.jsonl"
     with data.open("w") as file:
-        for start in range(0, len(sentence), 2):
-            file.write(json.dumps({"text": (sentence * 6)[start : start + 5 * len(sentence)]}) + "\n")
+        for start in [at for at in range(len(sentence)) if sentence[at - 1] == " "] * 3:
+            file.write(json.dumps({"text": (sentence * 9)[start : start + 8 * len(sentence)]}) + "\n")
     output = tmp_path / "run"
-    common = ["--data", str(data), "--sequence-length", "128", "--batch-size", "8", *ONE]
+    common = ["--data", str(data), "--sequence-length", "192", "--log-every", "100", "--batch-size", "8", *ONE]
     common += ["--num-heads", "3", "--learning-rate", "3e-3", "--loss-chunk", "64", "--evaluate-every", "0"]
-    first = ["--model", str(model), "--backbone", "full", "--steps", "150", "--heads-dtype", "float32"]
+    first = ["--model", str(model), "--backbone", "full", "--steps", "100", "--heads-dtype", "float32"]
     assert train.run([*first, *common, "--output", str(output), "--validation", "0.1"]) == 0
-    last = [line for line in logged(output) if line["kind"] == "validation"][-1]
-    assert min(last[f"head{m}/top1"] for m in range(3)) > 0.95
+    # Of a row held out, the first words come before anything that tells them.
+    train_line, held_out = logged(output)[-2:]
+    assert min(train_line[f"head{m}/top1"] for m in range(3)) > 0.95
+    assert min(held_out[f"head{m}/top1"] for m in range(3)) > 0.9
     lm = MedusaLM.load(output / "model", heads=output / "heads", tree=Tree.chain(3), lookup="off")
     done = lm.generate(sentence, SamplingParams(max_new_tokens=60), raw=True)[0]
     assert done.stats.tokens_per_step > 3

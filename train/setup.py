@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -171,6 +172,7 @@ class Plan:
             dropout=c.loss.head_dropout,
             chunk=c.run.loss_chunk,
             remat=c.run.remat and trains,
+            gather=partial(sharding.gathered, config=self.model, mesh=self.mesh),
         )
 
     @property

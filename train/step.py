@@ -83,6 +83,10 @@ def _one(step: jax.Array) -> jax.Array:
     return jnp.float32(1)
 
 
+def _same(tree: Any) -> Any:
+    return tree
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """What is minimised: the sum over heads of decay^m x cross-entropy; in Medusa-2 the model's loss too.
@@ -101,15 +105,16 @@ class Objective:
     dropout: float = 0.0  # of the heads' input
     chunk: int = 128
     remat: bool = False
+    gather: Callable[[Any], Any] = _same  # makes parameters ready to compute with, from where they are kept
 
     def model(self, trained: lora.Adapters | Params | None, frozen: Frozen) -> Params | None:
         """The parameters of the model as it now is, in the dtype of the computation."""
         if trained is None:
-            return frozen.params
+            return None if frozen.params is None else self.gather(frozen.params)
         if isinstance(trained, lora.Adapters):
             assert frozen.params is not None
-            return lora.attach(frozen.params, trained, self.dtype)
-        return jax.tree.map(lambda leaf: leaf.astype(self.dtype), trained)
+            return self.gather(lora.attach(frozen.params, trained, self.dtype))
+        return self.gather(jax.tree.map(lambda leaf: leaf.astype(self.dtype), trained))
 
 
 def hidden_of(
@@ -169,13 +174,13 @@ def loss(
         )
         total += part
     config = objective.heads
-    layers = jax.tree.map(lambda leaf: leaf.astype(objective.dtype), trained.heads)
+    layers = objective.gather(jax.tree.map(lambda leaf: leaf.astype(objective.dtype), trained.heads))
     made = HeadParams(layers, frozen.token_map, None)
     embedded = None
     if config.conditioned:
         if params is None:
             assert frozen.embedding is not None
-            embedded = frozen.embedding[batch.tokens]
+            embedded = objective.gather({"embedding": frozen.embedding})["embedding"][batch.tokens]
         else:
             embedded = backbone.embed(params, objective.config, batch.tokens)
         embedded = jax.lax.stop_gradient(embedded).astype(objective.dtype)
@@ -210,7 +215,7 @@ def _shared_tables(
 
     def tables(z: jax.Array) -> list[Term]:
         if params is None:
-            terms = [(z, frozen.table)]
+            terms = [(z, objective.gather({"table": frozen.table})["table"])]
         else:
             still = jax.lax.stop_gradient(params)
             terms = backbone.unembed_terms(still, objective.config, z)
@@ -240,8 +245,9 @@ def _model_loss(
     taught: list[Term] = []
     if objective.model_loss == "teacher":
         assert frozen.params is not None
-        still = jax.lax.stop_gradient(hidden_of(objective, frozen.params, batch))
-        taught = backbone.unembed_terms(frozen.params, objective.config, still)
+        teacher = objective.gather(frozen.params)
+        still = jax.lax.stop_gradient(hidden_of(objective, teacher, batch))
+        taught = backbone.unembed_terms(teacher, objective.config, still)
     tables = [table for _, table in terms]
     frozen_tables, trained_tables = (tables[:1], tables[1:]) if adapted else ([], tables)
     fixed_xs = {

@@ -12,47 +12,50 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import jax
 import ml_dtypes
 import numpy as np
 
-from medusa_jax.config import MedusaConfig
-from medusa_jax.errors import UserError, read_json
-from medusa_jax.weights import hub
-from medusa_jax.weights.hf import INDEX, SINGLE, SafetensorsCheckpoint, _read_header, write_safetensors
+from medusa_jax.config import LARGEST_SIZE, MedusaConfig
+from medusa_jax.errors import UserError, is_file, is_folder, read_json, shown
+from medusa_jax.weights.head_paths import resolve_heads, within_run
+from medusa_jax.weights.hf import INDEX, SINGLE, SafetensorsCheckpoint, _free_folder, _read_header
+from medusa_jax.weights.lazy import Lazy, Progress, Stack, write_safetensors
 from medusa_jax.weights.params import check_tensors
-from medusa_jax.weights.source import TensorInfo, TensorSource
+from medusa_jax.weights.source import Index, TensorInfo, TensorSource
+from medusa_jax.weights.staging import staged
 
 FORMAT = "medusa-jax-heads"
 VERSION = 1
 WEIGHTS = "heads.safetensors"
 PREFIX = "layers."
 TOKEN_MAP = "token_map"
+# Stands for the vocabulary where files of heads do not tell it: those that share the model's unembedding.
+UNKNOWN_VOCABULARY = LARGEST_SIZE
 
 Layers = dict[str, np.ndarray]
+Place = tuple[str, tuple[int, ...]]  # a parameter of `HeadStack` and an index into its leading axes
 
-_READ = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))
+TYPES = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))
 _FIELDS = tuple(field.name for field in dataclasses.fields(MedusaConfig))
-_ON_HUB = ["config.json", "*.safetensors", "*.safetensors.index.json"]
 _EXPECTED = (
-    f"expected {WEIGHTS} with its config.json, an Orbax checkpoint of heads, "
-    "medusa_lm_head.safetensors or .pt, or a model with medusa_head tensors"
+    f"expected {WEIGHTS} with its config.json, an Orbax checkpoint of heads, a run's output folder, "
+    "medusa_lm_head.safetensors or .pt, vLLM's model.safetensors, or a model with medusa_head tensors"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadCheckpoint:
-    """Heads on disk, opened: everything is checked but the values, which `read` reads.
+    """Heads on disk, opened: everything is checked but the values.
 
     kind names the format, for messages. dtype holds every stored value exactly. metadata has
     "base_model" where the files name one. warnings: lines for the user, such as a wrong count in config.json.
+    parts: every matrix and vector of a head where it lies. tokens reads the token_map. table: a copy of the
+    model's unembedding [V', D] that the files hold. settings: what the files say besides tensors.
     """
 
     path: Path
@@ -61,17 +64,43 @@ class HeadCheckpoint:
     dtype: np.dtype
     metadata: dict[str, Any]
     warnings: list[str]
-    reader: Callable[[np.dtype], tuple[Layers, np.ndarray | None]]
+    parts: Mapping[Place, Lazy]
+    tokens: Callable[[], np.ndarray] | None = None
+    table: Lazy | None = None
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The vocabulary, where it is known."""
+        return None if self.config.vocab_size == UNKNOWN_VOCABULARY else self.config.vocab_size
+
+    def token_map(self) -> np.ndarray | None:
+        """The tokens [V'] int32 that the heads score, if not all. Raises UserError for a nonsensical map."""
+        if self.tokens is None:
+            return None
+        found = self.tokens()
+        check_token_map(found, self.config, str(self.path))
+        return found.astype(np.int32, copy=False)
+
+    def arrays(self, dtype: Any) -> dict[str, Stack]:
+        """The parameters of `HeadStack` in `dtype`, not read yet."""
+        dtype = np.dtype(dtype)
+        if dtype not in TYPES:
+            raise UserError(f"heads of type {dtype} are not supported, expected float32, float16 or bfloat16")
+        arrays = {}
+        for name, shape in layer_shapes(self.config).items():
+            lead, tail = split_shape(name, shape)
+            parts = [self.parts[name, place].astype(dtype) for place in np.ndindex(lead)]
+            arrays[name] = Stack(lead, tail, dtype, parts)
+        return arrays
 
     def read(self, dtype: Any) -> tuple[Layers, np.ndarray | None]:
         """The parameters of `HeadStack` in `dtype`, and the token_map [V'] int32 if there is one.
 
         Raises UserError naming a tensor that cannot be read, and for a dtype that parameters never have.
         """
-        dtype = np.dtype(dtype)
-        if dtype not in _READ:
-            raise UserError(f"heads of type {dtype} are not supported, expected float32, float16 or bfloat16")
-        return self.reader(dtype)
+        arrays = self.arrays(dtype)
+        return {name: np.asarray(array) for name, array in arrays.items()}, self.token_map()
 
 
 def layer_shapes(config: MedusaConfig) -> dict[str, tuple[int, ...]]:
@@ -86,12 +115,20 @@ def layer_shapes(config: MedusaConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def open_heads(heads: str | os.PathLike[str], *, hidden_size: int, vocab_size: int) -> HeadCheckpoint:
-    """Open the heads that `heads` means, for a model of that hidden size and vocabulary.
+def split_shape(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A parameter's leading axes, heads and layers, and the shape of what lies at a place in them."""
+    lead = {"weight": 2, "bias": 2, "unembedding": 1}.get(name, 0)
+    return shape[:lead], shape[lead:]
 
-    A folder, of any kind named in the module's text or of `medusa_formats`; a .safetensors or .pt file;
-    or a hub id (`org/name`, `org/name@revision`), as `hub.resolve` understands it. A folder's own
-    config.json decides first, then medusa_lm_head.safetensors, its .pt twin, and a whole model.
+
+def open_heads(
+    heads: str | os.PathLike[str], *, hidden_size: int | None = None, vocab_size: int | None = None
+) -> HeadCheckpoint:
+    """Open the heads that `heads` means, for a model of that hidden size and vocabulary; None: for any.
+
+    A folder, of any kind named in the module's text or of `medusa_formats`; a run's output folder; a
+    .safetensors or .pt file; or a hub id (`org/name`, `org/name@revision`), as `hub.resolve` understands
+    it. A folder's own config.json decides first, then medusa_lm_head.safetensors, its .pt twin, and a model.
 
     Raises UserError for files that are missing, broken, of no known kind, or not made for such a model.
     """
@@ -99,27 +136,36 @@ def open_heads(heads: str | os.PathLike[str], *, hidden_size: int, vocab_size: i
     from medusa_jax import checkpoint
     from medusa_jax.weights import medusa_formats
 
-    path = _resolve(heads)
-    if path.is_file() and path.name == WEIGHTS and _is_own(path.parent):
+    path = resolve_heads(heads)
+    if is_folder(path) and not _holds_heads(path):
+        path = within_run(path) or path
+    if path.name == WEIGHTS and is_file(path) and _is_own(path.parent):
         path = path.parent
-    if path.is_dir() and checkpoint.is_head_checkpoint(path):
+    if is_folder(path) and checkpoint.is_head_checkpoint(path):
         opened = checkpoint.open_head_checkpoint(path)
-    elif path.is_dir() and _is_own(path):
+    elif is_folder(path) and _is_own(path):
         opened = _open_own(path)
-    elif path.is_file() or medusa_formats.holds_heads(path):
+    elif is_file(path) or medusa_formats.holds_heads(path):
         return medusa_formats.open_published(path, hidden_size=hidden_size, vocab_size=vocab_size)
     else:
         raise UserError(_no_heads(path))
     config = opened.config
-    if config.hidden_size != hidden_size:
+    if hidden_size not in (None, config.hidden_size):
         raise UserError(
             f"{path}: the heads are for hidden size {config.hidden_size}, the model's is {hidden_size}"
         )
-    if config.vocab_size != vocab_size:
+    if vocab_size not in (None, config.vocab_size):
         raise UserError(
             f"{path}: the heads are for a vocabulary of {config.vocab_size}, the model's is {vocab_size}"
         )
     return opened
+
+
+def _holds_heads(folder: Path) -> bool:
+    from medusa_jax import checkpoint
+    from medusa_jax.weights import medusa_formats
+
+    return checkpoint.is_head_checkpoint(folder) or _is_own(folder) or medusa_formats.holds_heads(folder)
 
 
 def save_heads(
@@ -128,44 +174,30 @@ def save_heads(
     layers: Mapping[str, Any],
     token_map: Any = None,
     metadata: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Write heads in this project's format; element types stay as they are.
 
-    layers: NumPy or JAX arrays as `layer_shapes(config)` has them. token_map [V'] int32: with a draft
+    layers: NumPy, JAX or lazy arrays as `layer_shapes(config)` has them. token_map [V'] int32: with a draft
     vocabulary, and only then. metadata: anything JSON holds; "base_model" names the model they are for.
     The folder appears under its name only when it is whole.
     Raises UserError when it exists and is not empty, for arrays that do not fit the configuration, and
     when writing fails.
     """
-    folder = Path(folder).resolve()
+    folder = check_target(folder)
     arrays = named_arrays(config, layers, token_map, f"heads for {folder}")
     for name, array in arrays.items():
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
             raise UserError(f"{folder}: parameter {name} is spread over several processes; gather it first")
-    check_target(folder)
     text = json.dumps(describe(config, metadata), indent=2) + "\n"
-    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        partial.mkdir(parents=True)
-        write_safetensors(partial / WEIGHTS, arrays)
+    with staged(folder) as partial:
+        write_safetensors(partial / WEIGHTS, arrays, progress)
         (partial / "config.json").write_text(text, encoding="utf-8")
-        if folder.is_dir():
-            folder.rmdir()
-        partial.rename(folder)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from error
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
-def check_target(folder: Path) -> None:
-    """Raise UserError unless `folder` is free to be written: not there, or an empty folder."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder}: exists and is not a folder")
-    if folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"{folder}: exists and is not empty")
+def check_target(folder: str | os.PathLike[str]) -> Path:
+    """The whole path of `folder`. Raises UserError unless it is free: not there, or an empty folder."""
+    return _free_folder(Path(folder))
 
 
 def named_arrays(
@@ -225,16 +257,18 @@ def describe(config: MedusaConfig, metadata: Mapping[str, Any] | None) -> dict[s
 def parse(raw: Mapping[str, Any], label: str) -> tuple[MedusaConfig, dict[str, Any]]:
     """The inverse of `describe`. Raises UserError naming what is missing, unknown or of a wrong type."""
     if raw.get("format") != FORMAT:
-        raise UserError(f"{label}: format is {raw.get('format')!r}, expected {FORMAT!r}")
+        raise UserError(f"{label}: format is {shown(raw.get('format'))}, expected {FORMAT!r}")
     if raw.get("version") != VERSION:
-        raise UserError(f"{label}: version is {raw.get('version')!r}, this program reads version {VERSION}")
+        raise UserError(
+            f"{label}: version is {shown(raw.get('version'))}, this program reads version {VERSION}"
+        )
     known = {"format", "version", "base_model", "metadata", *_FIELDS}
     for kind, names in (("missing", set(_FIELDS) - raw.keys()), ("unknown", raw.keys() - known)):
         if names:
             raise UserError(f"{label}: {kind} field {', '.join(sorted(names)[:3])}")
     for name in ("conditioned", "own_unembedding"):
         if not isinstance(raw[name], bool):
-            raise UserError(f"{label}: {name} is {raw[name]!r}, expected true or false")
+            raise UserError(f"{label}: {name} is {shown(raw[name])}, expected true or false")
     try:
         config = MedusaConfig(**{name: raw[name] for name in _FIELDS})
     except UserError as error:
@@ -251,12 +285,6 @@ def common_dtype(infos: Mapping[str, TensorInfo]) -> np.dtype:
     return types.pop() if len(types) == 1 else np.dtype(np.float32)
 
 
-def cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The array in `dtype`; what does not fit is infinite, as in any cast."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return np.asarray(array).astype(dtype, copy=False)
-
-
 class OneFile(SafetensorsCheckpoint):
     """The tensors of one safetensors file of any name (a TensorSource)."""
 
@@ -271,79 +299,54 @@ class OneFile(SafetensorsCheckpoint):
         return dict.fromkeys(infos, self.path), infos
 
 
+def stacked_parts(
+    config: MedusaConfig, infos: Mapping[str, TensorInfo], read: Callable[[str, Index], np.ndarray]
+) -> dict[Place, Lazy]:
+    """Every part of heads whose arrays are stored whole, under `PREFIX` and the parameter's name."""
+
+    def part(name: str, place: tuple[int, ...], tail: tuple[int, ...]) -> Lazy:
+        before = tuple(slice(n, n + 1) for n in place)
+        after = (slice(None),) * (len(tail) - 1)
+
+        def rows(start: int, stop: int) -> np.ndarray:
+            block = read(PREFIX + name, (*before, slice(start, stop), *after))
+            return block.reshape(stop - start, *tail[1:])
+
+        return Lazy(tail, infos[PREFIX + name].dtype, rows)
+
+    parts: dict[Place, Lazy] = {}
+    for name, shape in layer_shapes(config).items():
+        lead, tail = split_shape(name, shape)
+        parts |= {(name, place): part(name, place, tail) for place in np.ndindex(lead)}
+    return parts
+
+
 def _is_own(folder: Path) -> bool:
     config = folder / "config.json"
-    return config.is_file() and read_json(config).get("format") == FORMAT
+    return is_file(config) and read_json(config).get("format") == FORMAT
 
 
 def _open_own(folder: Path) -> HeadCheckpoint:
-    config, metadata = parse(read_json(folder / "config.json"), str(folder / "config.json"))
+    raw = read_json(folder / "config.json")
+    config, metadata = parse(raw, str(folder / "config.json"))
     file = folder / WEIGHTS
-    if not file.is_file():
+    if not is_file(file):
         raise UserError(f"{file}: no such file")
     source: TensorSource = OneFile(file)
     infos = source.infos()
     check_named(infos, config, str(file))
-
-    def read(dtype: np.dtype) -> tuple[Layers, np.ndarray | None]:
-        layers = {name: cast(source.read(PREFIX + name), dtype) for name in layer_shapes(config)}
-        token_map = source.read(TOKEN_MAP) if TOKEN_MAP in infos else None
-        if token_map is not None:
-            check_token_map(token_map, config, str(file))
-        return layers, token_map
-
     dtype = common_dtype({name: info for name, info in infos.items() if name != TOKEN_MAP})
-    return HeadCheckpoint(folder, FORMAT, config, dtype, metadata, [], read)
+    parts = stacked_parts(config, infos, source.read)
+    tokens = (lambda: source.read(TOKEN_MAP)) if TOKEN_MAP in infos else None
+    return HeadCheckpoint(folder, FORMAT, config, dtype, metadata, [], parts, tokens, settings=raw)
 
 
 def _no_heads(folder: Path) -> str:
-    if (folder / WEIGHTS).is_file():
+    if is_file(folder / WEIGHTS):
         return f'{folder}: has {WEIGHTS}, but no config.json with "format": "{FORMAT}"'
-    if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
+    if is_file(folder / SINGLE) or is_file(folder / INDEX):
         return f"{folder}: a model without Medusa heads (no medusa_head tensors); {_EXPECTED}"
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix == ".bin")
     if pickles:
         return f"{folder}: only pickled weights ({pickles[0]}), which are not read: a pickle can run any code"
     return f"{folder}: no heads; {_EXPECTED}"
-
-
-# Finding them
-
-
-def _resolve(heads: str | os.PathLike[str]) -> Path:
-    text = os.fspath(heads)
-    if not text:
-        raise UserError("the heads' name is empty; expected a folder, a file or a hub id")
-    path = Path(text).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_file():
-        if path.suffix.lower() not in (".safetensors", ".pt"):
-            raise UserError(f"{path}: not a file of heads; expected a folder, a .safetensors or a .pt file")
-        return path
-    local = text.startswith((".", "/", "~", os.sep)) or path.is_absolute() or not isinstance(heads, str)
-    match = hub._HUB_ID.fullmatch(text)
-    if local or path.suffix.lower() in (".safetensors", ".pt") or (match and match["file"]):
-        raise UserError(f"{text}: no such file or folder")
-    if match is None:
-        raise UserError(f"{text!r}: no such file or folder, and not a hub id (org/name or org/name@revision)")
-    return _fetch(match["repo"], match["revision"])
-
-
-def _fetch(repo: str, revision: str | None) -> Path:
-    """The folder of a hub repository in the hub's cache; a pickle is fetched where there is nothing else."""
-    try:
-        for patterns in (_ON_HUB, ["medusa_lm_head.pt"]):
-            folder = Path(
-                huggingface_hub.snapshot_download(
-                    repo, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]
-                )
-            )
-            if any(folder.glob("*.safetensors")) or any(folder.glob("*.pt")):
-                return folder
-    except (hub.errors.HFValidationError, hub.errors.EntryNotFoundError, hub._HTTPError, OSError) as error:
-        hub._explain(error, repo, None, revision)
-    raise UserError(
-        f"{repo}: the hub repository has no heads: no safetensors file and no medusa_lm_head.pt "
-        "(other pickled weights are not read: a pickle can run any code)"
-    )

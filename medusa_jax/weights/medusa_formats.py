@@ -1,20 +1,14 @@
-"""Heads as the first implementation of Medusa published them, in three generations.
+"""Opening heads that other projects' files hold, whatever they are called there (`head_names`).
 
-    v0.1  medusa_lm_head.pt, or its safetensors twin: {h}.{l}.linear.weight and .bias, {h}.{L}.weight
-    v2    medusa_lm_head.safetensors: the same without the last, the model's unembedding is shared
-    v1.0  a whole Hugging Face model, the names of v0.1 after `medusa_head.`
+Heads and layers are counted from the tensors: published configurations are wrong about them.
 
-All mean the same function as `heads.HeadStack`, and weights are [out, in] as ours are: nothing is
-transposed. Heads and layers are counted from the tensors: published configurations are wrong about them.
-
-Shapes: D model, V vocabulary, M heads, L residual layers of a head.
+Shapes: D model, V vocabulary, M heads, L residual layers of a head, V' tokens that the heads score.
 """
 
 from __future__ import annotations
 
-import importlib
-import re
-import zipfile
+import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,89 +17,312 @@ import ml_dtypes
 import numpy as np
 
 from medusa_jax.config import MedusaConfig
-from medusa_jax.errors import UserError, read_json
-from medusa_jax.weights.head_files import HeadCheckpoint, Layers, OneFile, cast, common_dtype, layer_shapes
+from medusa_jax.errors import UserError, is_file, is_folder, read_json
+from medusa_jax.weights import head_names, lazy
+from medusa_jax.weights.head_files import (
+    TOKEN_MAP,
+    UNKNOWN_VOCABULARY,
+    HeadCheckpoint,
+    OneFile,
+    Place,
+    check_token_map,
+    common_dtype,
+    layer_shapes,
+    split_shape,
+)
+from medusa_jax.weights.head_names import IN_MODEL, MODELOPT, REFERENCE, VLLM, layout_of
+from medusa_jax.weights.head_settings import disagreements
 from medusa_jax.weights.hf import INDEX, SINGLE, SafetensorsCheckpoint, _read_weight_map
-from medusa_jax.weights.params import check_tensors
-from medusa_jax.weights.source import Index, TensorInfo, TensorSource
+from medusa_jax.weights.lazy import Lazy
+from medusa_jax.weights.params import UNEMBEDDING, check_tensors
+from medusa_jax.weights.source import TensorInfo, TensorSource
+from medusa_jax.weights.torch_files import TorchFile
 
 SAFETENSORS = "medusa_lm_head.safetensors"
 PICKLE = "medusa_lm_head.pt"
-IN_MODEL = "medusa_head."
 
-# Plain numbers only: "00" would be a second name of head 0.
-_NAME = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})\.(linear\.weight|linear\.bias|weight)")
-# weights_only loading could be tricked into running code before (CVE-2025-32434).
-_SAFE_TORCH = (2, 6)
+_FP8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
+_INTEGERS = (np.dtype(np.int64), np.dtype(np.int32))
+_MOST_PADDING = 1024  # vocabularies are padded to multiples of at most this
 
 
 def holds_heads(folder: Path) -> bool:
-    """Whether a folder is of one of the three generations. Raises UserError for a broken index or header."""
-    if (folder / SAFETENSORS).is_file() or (folder / PICKLE).is_file():
+    """Whether a folder is of one of these kinds. Raises UserError for a broken index or header."""
+    if is_file(folder / SAFETENSORS) or is_file(folder / PICKLE):
         return True
-    if (folder / INDEX).is_file():
-        return any(name.startswith(IN_MODEL) for name in _read_weight_map(folder / INDEX))
+    if is_file(folder / INDEX):
+        return layout_of(_read_weight_map(folder / INDEX)) is not None
     single = folder / SINGLE
-    return single.is_file() and any(name.startswith(IN_MODEL) for name in OneFile(single).infos())
+    return is_file(single) and layout_of(OneFile(single).infos()) is not None
 
 
-def open_published(path: Path, *, hidden_size: int, vocab_size: int) -> HeadCheckpoint:
-    """Open a folder of one of the three generations, or a file of heads, for a model of these sizes.
+def open_published(path: Path, *, hidden_size: int | None, vocab_size: int | None) -> HeadCheckpoint:
+    """Open a folder or a file of one of these kinds, for a model of these sizes; None: for any model.
 
     Raises UserError naming tensors that are missing, unknown, misshapen or of a wrong type, and for heads
     of another hidden size or vocabulary. What config.json says otherwise than the tensors is a warning.
     """
-    folder = path if path.is_dir() else path.parent
-    if path.is_dir():
-        path = next((path / name for name in (SAFETENSORS, PICKLE) if (path / name).is_file()), path)
+    folder = path if is_folder(path) else path.parent
+    if is_folder(path):
+        path = next((path / name for name in (SAFETENSORS, PICKLE) if is_file(path / name)), path)
     source: TensorSource
     if path.suffix.lower() == ".pt":
         source = TorchFile(path)
-    elif path.is_file():
+    elif is_file(path):
         source = OneFile(path)
     else:
         source = _HeadShards(path)
-    infos = source.infos()
-    in_model = any(name.startswith(IN_MODEL) for name in infos)
-    prefix = IN_MODEL if in_model else ""
-    heads = {name.removeprefix(prefix): info for name, info in infos.items() if name.startswith(prefix)}
-
-    config = _count(heads, hidden_size, vocab_size, str(path))
-    _check_sizes(heads, config, prefix, str(path))
-    try:
-        expected = {prefix + name: shape for name, (shape, _) in _places(config).items()}
-        check_tensors({prefix + name: info for name, info in heads.items()}, expected, str(path))
-    except UserError as error:
-        raise UserError(str(error).replace("the configuration needs", "these heads need")) from None
-
-    raw = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    generation = "v1.0" if in_model else "v0.1" if config.own_unembedding else "v2"
-    base = raw.get("_name_or_path" if in_model else "base_model_name_or_path")
-    return HeadCheckpoint(
-        path=path,
-        kind=f"{'Medusa model' if in_model else path.name} {generation}",
-        config=config,
-        dtype=common_dtype(heads),
-        metadata={"base_model": base} if base and isinstance(base, str) else {},
-        warnings=_disagreements(raw, config, in_model, str(folder / "config.json")),
-        reader=lambda dtype: (_read(source, config, prefix, dtype), None),
-    )
+    file = folder / "config.json"
+    settings = read_json(file) if is_file(file) else {}
+    return _Reading(path, source, settings, hidden_size, vocab_size).checkpoint(str(file))
 
 
-def _count(infos: Mapping[str, TensorInfo], hidden_size: int, vocab_size: int, label: str) -> MedusaConfig:
-    """How many heads and layers the names mean. Raises UserError when there are none, or a gap in them."""
-    matches = [match for name in infos if (match := _NAME.fullmatch(name))]
-    if not matches:
-        found = ", ".join(list(infos)[:3]) or "nothing"
-        raise UserError(f"{label}: no Medusa heads: expected names like 0.0.linear.weight, found {found}")
-    residual = [match for match in matches if match[3] != "weight"]
-    return MedusaConfig(
-        num_heads=_contiguous((int(match[1]) for match in matches), "head", label),
-        num_layers=_contiguous((int(match[2]) for match in residual), "residual layer", label),
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        own_unembedding=len(residual) < len(matches),
-    )
+class _Reading:
+    """One set of tensors, and what their names and shapes mean."""
+
+    def __init__(
+        self, path: Path, source: TensorSource, settings: Mapping[str, Any], D: int | None, V: int | None
+    ) -> None:
+        self.path, self.source, self.settings, self.label = path, source, settings, str(path)
+        self.warnings: list[str] = []
+        infos = source.infos()
+        layout = layout_of(infos)
+        if layout is None:
+            found = ", ".join(list(infos)[:3]) or "nothing"
+            raise UserError(f"{path}: no Medusa heads: expected names like 0.0.linear.weight, found {found}")
+        self.layout = layout
+        self.in_model = any(not name.startswith(layout.prefix) for name in infos)
+        self.stored: dict[str, str] = {}  # the names in the file, by those that the layout has
+        for name in infos:
+            plain = layout.plain(name)
+            if plain in self.stored:
+                raise UserError(f"{path}: {name!r} and {self.stored[plain]!r} are the same tensor")
+            if plain.startswith(layout.prefix):
+                self.stored[plain] = name
+            elif any(other.names(name) for other in head_names.others(layout)):
+                raise UserError(f"{path}: {name!r} is no name of {layout.kind}'s, as the other heads have")
+        self.infos = {plain: infos[name] for plain, name in self.stored.items()}
+        self.scales = self._take_scales()
+        self.tokens = self.infos.pop(TOKEN_MAP, None) if layout is VLLM else None
+        self.table = self._shared_table()
+        self.numbers = {
+            name: found for name in self.infos if (found := layout.numbers(name)) and name != self.table
+        }
+        self.biased = layout is not VLLM or any(n.parameter == "bias" for n in self.numbers.values())
+        self.config, self.rows = self._sizes(D, V)
+
+    def checkpoint(self, config_file: str) -> HeadCheckpoint:
+        """The heads, every tensor accounted for."""
+        layout, config = self.layout, self.config
+        names: dict[Place, str] = {}
+        expected: dict[str, tuple[int, ...]] = {}
+        if self.table is not None:
+            expected[self.table] = (self.rows, config.hidden_size)
+        for parameter, shape in layer_shapes(config).items():
+            lead, tail = split_shape(parameter, shape)
+            if parameter == "unembedding":
+                tail = (self.rows, config.hidden_size)
+            for place in np.ndindex(lead) if self.biased or parameter != "bias" else ():
+                name = names[parameter, place] = layout.name(parameter, place, config.num_layers)
+                expected[name] = tail
+        self._account(expected)
+
+        parts = {place: self._part(name, place[0] == "unembedding") for place, name in names.items()}
+        dtype = common_dtype({str(place): TensorInfo(p.shape, p.dtype) for place, p in parts.items()})
+        if not self.biased:
+            for place in np.ndindex(config.num_heads, config.num_layers):
+                parts["bias", place] = lazy.zeros((config.hidden_size,), dtype)
+        base = self.settings.get("_name_or_path" if self.in_model else "base_model_name_or_path")
+        self.warnings += disagreements(self.settings, self.kind(), config, self.biased, config_file)
+        return HeadCheckpoint(
+            path=self.path,
+            kind=self.kind(),
+            config=config,
+            dtype=dtype,
+            metadata={"base_model": base} if base and isinstance(base, str) else {},
+            warnings=self.warnings,
+            parts=parts,
+            tokens=None if self.tokens is None else self._tokens,
+            table=None if self.table is None else self._part(self.table, True),
+            settings=self.settings,
+        )
+
+    def kind(self) -> str:
+        """The name of the format."""
+        if self.layout is IN_MODEL:
+            return head_names.WHOLE_MODEL if self.in_model else head_names.MLC
+        if self.layout is REFERENCE:
+            own = self.config.own_unembedding
+            return head_names.REFERENCE_OWN if own else head_names.REFERENCE_SHARED
+        return self.layout.kind
+
+    def _take_scales(self) -> dict[str, str]:
+        """The scales' names of FP8 weights, by weight; from here on those weights are float32."""
+        scales: dict[str, str] = {}
+        for name, info in list(self.infos.items()) if self.layout is MODELOPT else ():
+            if not name.endswith(".weight") or info.dtype not in _FP8:
+                continue
+            stem = name.removesuffix("weight")
+            for scale in (stem + "weight_scale", stem + "input_scale"):
+                found = self.infos.pop(scale, None)
+                if found is None and scale.endswith("weight_scale"):
+                    raise UserError(f"{self.label}: {name} is {info.dtype}, but there is no {scale}")
+                if found is not None and (math.prod(found.shape), found.dtype) != (1, np.dtype(np.float32)):
+                    raise UserError(
+                        f"{self.label}: {scale} is {found.dtype} {list(found.shape)}, expected one float32"
+                    )
+            scales[name] = stem + "weight_scale"
+            self.infos[name] = TensorInfo(info.shape, np.dtype(np.float32))
+        if scales:
+            self.warnings.append(
+                f"{self.label}: FP8 weights are multiplied by their scales; input scales, which quantise "
+                "activations, are left out"
+            )
+        return scales
+
+    def _shared_table(self) -> str | None:
+        """The name of vLLM's single unembedding, if these heads have one."""
+        if self.layout is not VLLM:
+            return None
+        own = [name for name in self.infos if (n := VLLM.numbers(name)) and n.parameter == "unembedding"]
+        if not own and UNEMBEDDING not in self.infos:
+            raise UserError(f"{self.label}: neither lm_heads.0.weight nor {UNEMBEDDING} is there")
+        if not own:
+            return UNEMBEDDING
+        if self.settings.get("original_lm_head") is not True:
+            return None
+        if own == ["lm_heads.0.weight"] and UNEMBEDDING not in self.infos:
+            return own[0]
+        raise UserError(
+            f"{self.label}: original_lm_head in config.json means one unembedding for all heads, but there "
+            f"are {len(own) + (UNEMBEDDING in self.infos)}; set it to false if each head has its own"
+        )
+
+    def _sizes(self, D: int | None, V: int | None) -> tuple[MedusaConfig, int]:
+        """The configuration that names and shapes mean, and the rows that a stored unembedding has."""
+        if not self.numbers:
+            built = any(".medusa_layers." in name for name in self.infos)
+            hint = "; TensorRT-LLM's converter wrote this, convert what it was made from" if built else ""
+            raise UserError(f"{self.label}: no Medusa heads: no name is one of {self.layout.kind}'s{hint}")
+        tables = {name for name, n in self.numbers.items() if n.parameter == "unembedding"}
+        tables |= set() if self.table is None else {self.table}
+        matrices = {n: i.shape for n, i in self.infos.items() if len(i.shape) == 2}
+        matrices = {n: shape for n, shape in matrices.items() if n in self.numbers or n == self.table}
+        D = self._hidden_size(matrices, D)
+        heights = [shape[0] for name, shape in matrices.items() if name in tables and shape[1] == D]
+        agree = len(set(heights)) == 1
+        rows = heights[0] if agree or (heights and V is None) else None
+        drafted = None if self.tokens is None else math.prod(self.tokens.shape)
+        if V is None:
+            V = rows if rows not in (None, drafted) else _told(self.settings, "vocab_size")
+        elif rows is not None and rows not in (V, drafted):
+            self._check_rows(next(name for name in matrices if name in tables), rows, V)
+        try:
+            config = MedusaConfig(
+                num_heads=_contiguous((n.head for n in self.numbers.values()), "head", self.label),
+                num_layers=_contiguous(
+                    (n.layer for n in self.numbers.values() if n.parameter != "unembedding"),
+                    "residual layer",
+                    self.label,
+                ),
+                hidden_size=D,
+                vocab_size=V,
+                own_unembedding=self.table is None and bool(tables),
+                draft_vocab_size=drafted,
+            )
+        except UserError as error:
+            raise UserError(str(error).replace("heads:", f"{self.label}:", 1)) from None
+        return config, config.scored if rows is None else rows
+
+    def _hidden_size(self, matrices: Mapping[str, tuple[int, ...]], D: int | None) -> int:
+        """Heads that agree with each other but belong to another model get a line that says so."""
+        widths = {shape[1] for shape in matrices.values()}
+        if D is None:
+            residual = [self.infos[name].shape for name, n in self.numbers.items() if n.parameter == "weight"]
+            return next((shape[1] for shape in (*residual, *matrices.values()) if len(shape) == 2), 1)
+        if len(widths) == 1 and widths != {D}:
+            name, shape = next(iter(matrices.items()))
+            raise UserError(
+                f"{self.label}: the heads are for hidden size {shape[1]}, the model's is {D} "
+                f"({name} is {list(shape)})"
+            )
+        return D
+
+    def _check_rows(self, name: str, rows: int, V: int) -> None:
+        """Rows past the vocabulary are cut off where they look like padding to a multiple of a power of 2."""
+        step = 8
+        while step <= _MOST_PADDING and rows != -(-V // step) * step:
+            step *= 2
+        if rows < V or step > _MOST_PADDING:
+            raise UserError(
+                f"{self.label}: {name} scores {rows} tokens, the model's vocabulary has {V}, and the "
+                "difference is no padding; use the model that the heads were made for"
+            )
+        self.warnings.append(
+            f"{self.label}: the heads score {rows} tokens, the model's vocabulary has {V}: "
+            f"the last {rows - V} are padding and left out"
+        )
+
+    def _account(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Every tensor must be known and have its shape and type."""
+        real = self.stored
+        try:
+            check_tensors(
+                {real[name]: info for name, info in self.infos.items()},
+                {real.get(name, name): shape for name, shape in expected.items()},
+                self.label,
+            )
+        except UserError as error:
+            raise UserError(str(error).replace("the configuration needs", "these heads need")) from None
+        if self.tokens is not None:
+            found, wanted = self.tokens, (self.config.scored,)
+            if found.shape != wanted or found.dtype not in _INTEGERS:
+                raise UserError(
+                    f"{self.label}: {TOKEN_MAP} is {found.dtype} {list(found.shape)}, "
+                    f"expected int64 or int32 {list(wanted)}"
+                )
+
+    def _tokens(self) -> np.ndarray:
+        found = self.source.read(self.stored[TOKEN_MAP])
+        check_token_map(found, self.config, self.label)
+        return found
+
+    def _fp8_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of an FP8 matrix from the file itself: the safetensors library makes no NumPy arrays of them."""
+        assert isinstance(self.source, SafetensorsCheckpoint)
+        info, file = self.source.infos()[name], self.source._files[name]
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            begin = json.loads(stream.read(size))[name]["data_offsets"][0]
+        rows, width = stop - start, info.shape[1]
+        found = np.fromfile(file, info.dtype, rows * width, offset=8 + size + begin + start * width)
+        return found.reshape(rows, width)
+
+    def _part(self, name: str, is_table: bool) -> Lazy:
+        """A tensor as our arrays have it: its scale applied, its rows those that the heads score."""
+        info, real = self.infos[name], self.stored[name]
+        after = (slice(None),) * (len(info.shape) - 1)
+
+        def read(start: int, stop: int) -> np.ndarray:
+            return self.source.read(real, (slice(start, stop), *after))
+
+        def scaled(start: int, stop: int) -> np.ndarray:
+            scale = self.source.read(self.stored[self.scales[name]])
+            return self._fp8_rows(real, start, stop).astype(np.float32) * scale.reshape(1, 1)
+
+        part = Lazy(info.shape, info.dtype, scaled if name in self.scales else read)
+        if not is_table or self.rows == self.config.scored:
+            return part
+        if self.tokens is None:
+            return part.first(self.config.scored)
+        return part.rows(
+            Lazy((self.config.scored,), self.tokens.dtype, lambda start, stop: self._tokens()[start:stop])
+        )
+
+
+def _told(settings: Mapping[str, Any], field: str) -> int:
+    value = settings.get(field)
+    return value if type(value) is int and 0 < value <= UNKNOWN_VOCABULARY else UNKNOWN_VOCABULARY
 
 
 def _contiguous(numbers: Iterable[int], what: str, label: str) -> int:
@@ -116,134 +333,13 @@ def _contiguous(numbers: Iterable[int], what: str, label: str) -> int:
     return len(found)
 
 
-def _places(config: MedusaConfig) -> dict[str, tuple[tuple[int, ...], tuple[str, tuple[int, ...]]]]:
-    """Of every tensor by name: its shape, and the parameter and place in it that it fills."""
-    L, D, V = config.num_layers, config.hidden_size, config.vocab_size
-    places: dict[str, tuple[tuple[int, ...], tuple[str, tuple[int, ...]]]] = {}
-    for h in range(config.num_heads):
-        for layer in range(L):
-            places[f"{h}.{layer}.linear.weight"] = ((D, D), ("weight", (h, layer)))
-            places[f"{h}.{layer}.linear.bias"] = ((D,), ("bias", (h, layer)))
-        if config.own_unembedding:
-            places[f"{h}.{L}.weight"] = ((V, D), ("unembedding", (h,)))
-    return places
-
-
-def _check_sizes(infos: Mapping[str, TensorInfo], config: MedusaConfig, prefix: str, label: str) -> None:
-    """Heads that agree with each other but belong to another model get a line that says so."""
-    D, V = config.hidden_size, config.vocab_size
-    weights = {n: i.shape for n, i in infos.items() if _NAME.fullmatch(n) and len(i.shape) == 2}
-    widths = {shape[1] for shape in weights.values()}
-    if len(widths) == 1 and widths != {D}:
-        name, shape = next(iter(weights.items()))
-        raise UserError(
-            f"{label}: the heads are for hidden size {shape[1]}, the model's is {D} "
-            f"({prefix}{name} is {list(shape)})"
-        )
-    tables = {n: shape for n, shape in weights.items() if not n.endswith("linear.weight") and shape[1] == D}
-    if len({shape[0] for shape in tables.values()}) == 1:
-        name, (rows, _) = next(iter(tables.items()))
-        hint = "; cut the padding off, or use the model they were made for" if rows > V else ""
-        if rows != V:
-            raise UserError(
-                f"{label}: {prefix}{name} scores {rows} tokens, the model's vocabulary has {V}{hint}"
-            )
-
-
-def _disagreements(raw: Mapping[str, Any], config: MedusaConfig, in_model: bool, label: str) -> list[str]:
-    counts = (
-        ("medusa_num_heads", config.num_heads, "heads"),
-        ("medusa_num_layers", config.num_layers, "layers a head"),
-    )
-    lines = [
-        f"{label}: {field} is {raw[field]!r}, but the tensors hold {count} {what}; the tensors count"
-        for field, count, what in counts
-        if field in raw and (raw[field] != count or isinstance(raw[field], bool))
-    ]
-    shared = str(raw.get("version")) == "2"
-    if raw and not in_model and shared == config.own_unembedding:
-        says = "version 2, which shares" if shared else "no version 2, which would share"
-        lines.append(
-            f"{label}: says {says} the model's unembedding, but the heads have "
-            f"{'their own' if config.own_unembedding else 'none of their own'}; the tensors count"
-        )
-    return lines
-
-
-def _read(source: TensorSource, config: MedusaConfig, prefix: str, dtype: np.dtype) -> Layers:
-    layers = {name: np.empty(shape, dtype) for name, shape in layer_shapes(config).items()}
-    for name, (_, (parameter, place)) in _places(config).items():
-        layers[parameter][place] = cast(source.read(prefix + name), dtype)
-    return layers
-
-
 class _HeadShards(SafetensorsCheckpoint):
-    """A model's folder of which only the files that hold heads are looked at."""
+    """A folder of which only the files that hold heads are looked at."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        if self._weight_map is not None:
-            needed = {file for name, file in self._weight_map.items() if name.startswith(IN_MODEL)}
-            self._weight_map = {name: file for name, file in self._weight_map.items() if file in needed}
-
-
-class TorchFile:
-    """The tensors of a file written by torch.save (a TensorSource); needs torch.
-
-    torch reads it with weights_only=True, which builds tensors and runs nothing else that a pickle may ask
-    for. Raises UserError without torch, for a file that holds anything but a dict of plain tensors, and
-    for a broken one.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._torch: Any = importlib.import_module("torch")
-        except ImportError:
-            raise UserError(
-                f'{path}: reading a .pt file needs torch: pip install "medusa-jax[torch]", or convert the '
-                "file to safetensors where torch is installed"
-            ) from None
-        version = tuple(int(n) for n in re.findall(r"[0-9]+", self._torch.__version__)[:2])
-        if version < _SAFE_TORCH:
-            raise UserError(
-                f"{path}: torch {self._torch.__version__} cannot read .pt files safely, 2.6 or newer can"
-            )
-        self._tensors = self._load()
-
-    def infos(self) -> dict[str, TensorInfo]:
-        """Shape and type of every tensor."""
-        return {name: TensorInfo(tuple(t.shape), self._dtype(name, t)) for name, t in self._tensors.items()}
-
-    def read(self, name: str, index: Index | None = None) -> np.ndarray:
-        """One tensor, or the block of it that `index` selects."""
-        tensor = self._tensors[name].detach()
-        tensor = (tensor if index is None else tensor[index]).contiguous()
-        if tensor.dtype == self._torch.bfloat16:  # NumPy has no such type; the bits are the same
-            return tensor.view(self._torch.int16).numpy().view(ml_dtypes.bfloat16)
-        return tensor.numpy()
-
-    def _load(self) -> dict[str, Any]:
-        try:
-            mapped = zipfile.is_zipfile(self.path)  # only files of today's form can be mapped
-            value = self._torch.load(self.path, map_location="cpu", weights_only=True, mmap=mapped)
-        except Exception as error:  # torch raises whatever the reading of a broken file runs into
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            raise UserError(
-                f"{self.path}: refused: not a whole file of tensors only (torch: {reason})"
-            ) from error
-        if not isinstance(value, dict):
-            raise UserError(f"{self.path}: holds a {type(value).__name__}, expected a dict of tensors")
-        for name, tensor in value.items():
-            if not isinstance(name, str) or not isinstance(tensor, self._torch.Tensor):
-                raise UserError(f"{self.path}: {name!r} is a {type(tensor).__name__}, expected a tensor")
-            if tensor.layout != self._torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-                raise UserError(f"{self.path}: {name} is not a plain dense tensor")
-        return value
-
-    def _dtype(self, name: str, tensor: Any) -> np.dtype:
-        text = str(tensor.dtype).removeprefix("torch.")
-        try:
-            return np.dtype(getattr(ml_dtypes, text, text))
-        except TypeError:
-            raise UserError(f"{self.path}: tensor {name!r} has element type {text}, not supported") from None
+        names = self._weight_map
+        layout = None if names is None else layout_of(names)
+        if names is not None and layout is not None:
+            needed = {file for name, file in names.items() if name.startswith(layout.prefix)}
+            self._weight_map = {name: file for name, file in names.items() if file in needed}
