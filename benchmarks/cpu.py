@@ -158,7 +158,7 @@ def bench_oracle(lm: MedusaLM, rounds: int, tokens: int = 40, guesses: int = 4) 
     guessing = MedusaLM(lm.config, lm.params, lm.tokenizer, lm.generation_config, heads=(config, made))
 
     def replay(text: jax.Array, known: jax.Array, length: int) -> jax.Array:
-        return truth[:, known[0] + jnp.arange(length)]
+        return jnp.asarray(truth)[:, known[0] + jnp.arange(length)]
 
     before, propose.lookup = propose.lookup, replay
     try:

@@ -192,15 +192,16 @@ def measure(
         following = np.asarray(following)[:size]
         if true is not None:
             true, looked = np.array(true)[:size], np.asarray(looked)[:size]
-        for name, parts in {
+        sources: dict[str, tuple[Any, Any, Any]] = {
             "heads": (true, None, None),
             "lookup": (None, None, following),
             "both": (true, looked, following),
-        }.items():
+        }
+        for name, (own, theirs, looked_up) in sources.items():
             if name == "heads" and true is None:
                 continue
             reach = config.num_heads if name == "heads" and config is not None else depth
-            found[name].append(replay.combined_ranks(ids, *parts, reach)[places])
+            found[name].append(replay.combined_ranks(ids, own, theirs, looked_up, reach)[places])
         if progress is not None:
             progress(number, len(answers))
     return {name: ranks for name, ranks in found.items() if ranks}

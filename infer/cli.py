@@ -246,15 +246,18 @@ def show_colours(wanted: bool) -> bool:
     )
 
 
-def make_mesh(text: str | None) -> Mesh | None:
-    """The mesh that --mesh names; where there are no accelerators, of as many pretended CPU devices."""
+def make_mesh(text: str | None, processes: int = 1) -> Mesh | None:
+    """The mesh that --mesh names; where there are no accelerators, of as many pretended CPU devices.
+
+    processes: how many share it.
+    """
     import jax
 
     from medusa_jax import sharding
 
     forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if text is not None and not forced:
-        count = math.prod(sharding.parse_mesh(text).values())
+        count = -(-math.prod(sharding.parse_mesh(text).values()) // processes)
         jax.config.update("jax_num_cpu_devices", min(count, MOST_CPU_DEVICES))
     return sharding.as_mesh(text)
 

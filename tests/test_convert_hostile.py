@@ -136,7 +136,7 @@ def test_nonsense_in_the_config(tmp_path, kind, data):
         file.write_text(good)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "null", '{"a": 1' + "0" * 5000 + "}", "[" * 100000])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", '{"a": 1' + "0" * 5000 + "}"])
 def test_config_that_is_no_object(tmp_path, text):
     folder = prepared(tmp_path / "source", "vllm").parent
     (folder / "config.json").write_text(text)

@@ -1,4 +1,4 @@
-"""Ranks along a known text say what decoding it accepts: every tree, heads of both kinds, lookup, sampling."""
+"""Ranks along a known text say what decoding it accepts: any tree, both kinds of heads, lookup, sampling."""
 
 import dataclasses
 
@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 import tiny
+
 from medusa_jax import MedusaLM, SamplingParams, heads, replay
 from medusa_jax.config import MedusaConfig
 from medusa_jax.tree import Tree

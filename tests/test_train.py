@@ -116,7 +116,8 @@ def test_convergence_on_a_periodic_language(tmp_path):
         for start in [at for at in range(len(sentence)) if sentence[at - 1] == " "] * 3:
             file.write(json.dumps({"text": (sentence * 9)[start : start + 8 * len(sentence)]}) + "\n")
     output = tmp_path / "run"
-    common = ["--data", str(data), "--sequence-length", "192", "--log-every", "100", "--batch-size", "8", *ONE]
+    common = ["--data", str(data), "--sequence-length", "192", "--log-every", "100", *ONE]
+    common += ["--batch-size", "8"]
     common += ["--num-heads", "3", "--learning-rate", "3e-3", "--loss-chunk", "64", "--evaluate-every", "0"]
     first = ["--model", str(model), "--backbone", "full", "--steps", "100", "--heads-dtype", "float32"]
     assert train.run([*first, *common, "--output", str(output), "--validation", "0.1"]) == 0
@@ -258,7 +259,8 @@ atomicity.AtomicRenameTemporaryPath.finalize = finalize
     assert "6" not in left
     assert any("tmp" in name for name in left)
     assert train.run(flags(model, data, output, "--resume")) == 0
-    assert_equal(arrays_of(output), arrays_of(unbroken))
+    # The first part ran with another number of devices, whose products round differently.
+    assert_equal(arrays_of(output), arrays_of(unbroken), atol=1e-6)
     assert not any("tmp" in entry.name for entry in (output / "checkpoints").iterdir())
 
 
@@ -294,7 +296,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(model, data, tmp_path, monkeypa
                 data,
                 output,
                 "--learning-rate",
-                "1e30",
+                "1000",
+                "--num-layers",
+                "8",
                 "--clip",
                 "0",
                 "--save-every",

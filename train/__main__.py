@@ -33,7 +33,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     from train import estimate, pipeline
     from train.setup import Plan, heads_config
 
-    mesh = cli.make_mesh(options.run.mesh)
+    mesh = cli.make_mesh(options.run.mesh, options.run.processes or 1)
     if mesh is None and jax.device_count() > 1:
         mesh = sharding.make_mesh({"fsdp": jax.device_count()})
     enable_compilation_cache()
@@ -89,7 +89,7 @@ def _train(
     began = time.perf_counter()
     programs = Programs(plan)
     with cli.progress_bar("reading weights") as progress:
-        params = start.read_model(plan, checkpoint, progress)
+        params = start.read_model(plan, programs, checkpoint, progress)
     stored: HiddenStates | None = None
     if plan.stored:
         folder = Path(options.run.stored_hidden_folder or output / "hidden").expanduser()
@@ -130,7 +130,7 @@ def _train(
     if best is not None and best != plan.steps:
         done, _ = kept.restore(best, programs.state)
         cli.note(f"the checkpoint of step {best} is the best by validation; it is the one exported")
-    values = loop.values_at.get(best, loop.last_values)
+    values = loop.values_at.get(best or 0, loop.last_values)
     text = export.card(
         plan,
         base,

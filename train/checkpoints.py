@@ -73,7 +73,7 @@ class Checkpoints:
         with checkpoint.orbax(f"{self.folder}: checkpoint {step} cannot be written") as ocp:
             if step in self._manager.all_steps():
                 return
-            named = {"layers": state.trained.heads}
+            named: dict[str, Any] = {"layers": state.trained.heads}
             if self.token_map is not None:
                 named["token_map"] = self.token_map
             items = {

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax import sharding
 from train.pipeline import Prepared
 from train.programs import Programs
 from train.setup import Plan
@@ -62,9 +61,7 @@ def _seconds(programs: Programs, program: Any) -> float:
     batch, hidden = _blank(programs.rows(plan.microbatches, rows))
     ones = jax.tree.map(jnp.ones_like, (batch.segments, batch.labels))
     batch = batch.replace(segments=ones[0], labels=ones[1])
-    key = jax.random.key(0)
-    if plan.mesh is not None:
-        key = jax.device_put(key, sharding.replicated(plan.mesh))
+    key = programs.key()
     times = []
     for _ in range(STEPS + 1):
         began = time.perf_counter()

@@ -25,7 +25,7 @@ base_model: {base}
 ---
 # {kind} for {base}
 
-{heads} heads of {layers} layers{vocabulary}, trained with `python -m train` of medusa-jax. They
+{heads} heads of {layers}{vocabulary}, trained with `python -m train` of medusa-jax. They
 guess tokens ahead, so that
 {base} decodes several at a time. Use them with
 
@@ -71,7 +71,7 @@ def save(
     if trained.backbone is None:
         return
     merged, config = _local(trained.backbone), plan.model
-    if plan.config.backbone.backbone == "lora":
+    if isinstance(trained.backbone, lora.Adapters):
         merged, config = lora.merge(params, trained.backbone, plan.model)
     merged = jax.tree.map(lambda leaf: np.asarray(leaf).astype(plan.dtype), _local(merged))
     if jax.process_index() == 0:
@@ -108,7 +108,7 @@ def card(
         base=base,
         kind="Conditioned Medusa heads" if plan.heads.conditioned else "Medusa heads",
         heads=plan.heads.num_heads,
-        layers=plan.heads.num_layers,
+        layers=f"{plan.heads.num_layers} layer{'s' * (plan.heads.num_layers != 1)}",
         vocabulary=f" over the {size:,} most frequent tokens" if size else "",
         data=report,
         steps=steps,

@@ -127,11 +127,10 @@ class Loop:
                     "it needs the same files, options and chat template"
                 )
             order.set_state(saved["data"])
-        key = jax.random.key(options.seed)
-        if plan.mesh is not None:
-            key = jax.device_put(key, sharding.replicated(plan.mesh))
+        key = self.programs.key()
         rows = (plan.microbatches, plan.config.optimizer.batch_size // plan.microbatches)
         pending: _Pending | None = None
+        began = 0.0
         fetched = next(order) if first < plan.steps else None
         for step in range(first, plan.steps):
             assert fetched is not None

@@ -34,10 +34,10 @@ Term = tuple[jax.Array, jax.Array]
 class Batch:
     """Packed rows, all [B, T]. Documents in a row have segments 1, 2, ...; 0 is padding."""
 
-    tokens: jax.Array  # int32
-    segments: jax.Array  # int32
-    positions: jax.Array  # int32, from 0 in every document
-    labels: jax.Array  # bool: the token is to be predicted
+    tokens: Any  # int32
+    segments: Any  # int32
+    positions: Any  # int32, from 0 in every document
+    labels: Any  # bool: the token is to be predicted
 
 
 @flax.struct.dataclass

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from medusa_jax import sharding
+from medusa_jax import quantize, sharding
 from train import step as steps
 from train.loss import Batch
 from train.setup import Plan
@@ -42,8 +42,8 @@ class Programs:
             spread = None if self.plan.mesh is None else sharding.batch_sharding(self.plan.mesh, len(leading))
             return jax.ShapeDtypeStruct((*leading, *more), dtype, sharding=spread)
 
-        ids = [shape(T, dtype=jnp.int32) for _ in range(3)]
-        batch = Batch(*ids, shape(T, dtype=jnp.bool_))
+        ids = shape(T, dtype=jnp.int32)
+        batch = Batch(ids, ids, ids, shape(T, dtype=jnp.bool_))
         return batch, shape(T, D, dtype=jnp.bfloat16) if self.plan.stored else None
 
     def _out(self, *shapes: Any) -> Any:
@@ -54,7 +54,7 @@ class Programs:
         return tuple(whole if one is None else self.plan.shardings(one) for one in shapes)
 
     @functools.cache  # noqa: B019 - as long-lived as the run
-    def step(self, joint: bool) -> Callable[..., Any]:
+    def step(self, joint: bool) -> Any:
         """(state: donated, frozen, batches [A, B, T], hidden, key) -> state, metrics."""
         return self.lower_step(joint).compile()
 
@@ -88,6 +88,22 @@ class Programs:
             return steps.hidden_of(self.plan.objective, params, batch).astype(jnp.bfloat16)
 
         return jax.jit(program).lower(params, self.rows(rows)[0]).compile()
+
+    def quantize(self) -> Callable[[Any], Any]:
+        """(params: donated) -> the same in int8."""
+        out = self.plan.shardings(self.frozen.params)
+        return jax.jit(quantize.quantize, donate_argnums=0, out_shardings=out)
+
+    def key(self) -> jax.Array:
+        """The run's random key, whole on every device of every process."""
+        seed = self.plan.config.run.seed
+        mesh = self.plan.mesh
+        out = None if mesh is None else sharding.replicated(mesh)
+        return jax.jit(lambda: jax.random.key(seed), out_shardings=out)()
+
+    def adapters(self) -> Callable[[], Any]:
+        """() -> fresh LoRA adapters."""
+        return jax.jit(self.plan.adapters, out_shardings=self.plan.shardings(self.state.trained.backbone))
 
     @functools.cache  # noqa: B019
     def start(self) -> Callable[..., TrainState]:

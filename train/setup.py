@@ -184,7 +184,10 @@ class Plan:
 
     def abstract_frozen(self) -> Frozen:
         """Of what is not trained."""
-        params = table = embedding = token_map = None
+        params: Any = None
+        table: Any = None
+        embedding: Any = None
+        token_map: Any = None
         shapes = abstract_params(self.model, self.dtype)
         if self.stored:
             table = backbone_table(shapes)
@@ -216,7 +219,8 @@ class Plan:
     def start(self, trained: Trained) -> TrainState:
         """A state before the first step."""
         both = self.optimizers
-        mine = None if trained.backbone is None else both.backbone.init(trained.backbone)
+        learnt: Any = trained.backbone
+        mine = None if learnt is None else both.backbone.init(learnt)
         return TrainState(jnp.int32(0), trained, both.heads.init(trained.heads), mine)
 
     def _sharded(self, shapes: Any) -> Any:

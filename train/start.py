@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax import backbone, heads, quantize, sharding
+from medusa_jax import backbone, heads, sharding
 from medusa_jax.weights.checkpoints import Checkpoint
 from medusa_jax.weights.head_files import HeadCheckpoint
 from medusa_jax.weights.params import abstract_params, flatten, load_params
@@ -25,17 +26,16 @@ from train.step import Frozen, Trained, TrainState
 Progress = Callable[[int, int], None]
 
 
-def read_model(plan: Plan, checkpoint: Checkpoint, progress: Progress | None = None) -> Any:
+def read_model(
+    plan: Plan, programs: Programs, checkpoint: Checkpoint, progress: Progress | None = None
+) -> Any:
     """The model's parameters on their devices: float32 where they are trained, int8 if so configured."""
     full = plan.config.backbone.backbone == "full"
     dtype = F32 if full else plan.dtype
     shapes = abstract_params(plan.model, dtype)
     shardings = sharding.param_shardings(shapes, plan.model, plan.mesh)
     params = load_params(checkpoint.source, plan.model, dtype, shardings, progress)
-    if not plan.config.backbone.int8:
-        return params
-    out = plan.shardings(plan.abstract_frozen().params)
-    return jax.jit(quantize.quantize, donate_argnums=0, out_shardings=out)(params)
+    return programs.quantize()(params) if plan.config.backbone.int8 else params
 
 
 def begin(
@@ -65,13 +65,13 @@ def begin(
     learnt = None
     if plan.stored:
         embedding = params["model"]["embed_tokens"]["weight"] if plan.heads.conditioned else None
-        frozen = frozen.replace(table=backbone_table(params), embedding=embedding)
+        frozen = dataclasses.replace(frozen, table=backbone_table(params), embedding=embedding)
     elif plan.config.backbone.backbone == "full":
         learnt = params
     else:
-        frozen = frozen.replace(params=params)
+        frozen = dataclasses.replace(frozen, params=params)
         if plan.config.backbone.backbone == "lora":
-            learnt = jax.jit(plan.adapters, out_shardings=plan.shardings(wanted.backbone))()
+            learnt = programs.adapters()()
     placed = sharding.place(layers, plan.shardings(wanted.heads))
     return programs.start()(Trained(placed, learnt)), frozen
 

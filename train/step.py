@@ -255,7 +255,7 @@ def _model_loss(
         "weight": learns / jnp.maximum(count, 1),
         "taught": [x for x, _ in taught],
     }
-    fixed = (frozen_tables, [table for _, table in taught])
+    fixed: Any = (frozen_tables, [table for _, table in taught])
 
     def score(xs: Any, shared: Any, fixed_xs: Any, fixed: Any) -> Any:
         logits = logits_of(list(zip(xs, [*fixed[0], *shared], strict=True)))
@@ -271,9 +271,10 @@ def _model_loss(
         return part, (scores, jax.lax.stop_gradient(divergence))
 
     xs = [x for x, _ in terms]
-    part, (scores, divergence) = sum_over_chunks(
+    summed: Any = sum_over_chunks(
         score, objective.chunk, xs, trained_tables, fixed_xs, jax.lax.stop_gradient(fixed)
     )
+    part, (scores, divergence) = summed
     return part, scores, divergence
 
 
@@ -299,7 +300,7 @@ def train_step(
     objective: Objective,
     heads_optimizer: optax.GradientTransformation,
     backbone_optimizer: optax.GradientTransformation | None,
-    learning_rate: Callable[[jax.Array], jax.Array],
+    learning_rate: optax.Schedule,
 ) -> tuple[TrainState, Metrics]:
     """One update from batches [A, B, T] and, if stored, their hidden [A, B, T, D].
 
@@ -317,7 +318,7 @@ def train_step(
     def part(learning: Any, batch: Batch, hidden: jax.Array | None, number: jax.Array) -> Any:
         trained = learning if joint else Trained(learning, jax.lax.stop_gradient(state.trained.backbone))
         if not joint and trained.backbone is not None:
-            params = alone.model(trained.backbone, frozen)
+            params: Any = alone.model(trained.backbone, frozen)
             hidden = jax.lax.stop_gradient(hidden_of(alone, params, batch))
         return loss(
             trained, frozen, batch, hidden, alone, counts, state.step, jax.random.fold_in(key, number)
@@ -350,7 +351,8 @@ def train_step(
             backbone_optimizer, gradients.backbone, state.backbone_optimizer, trained.backbone
         )
     new = TrainState(state.step + 1, Trained(new_heads, new_backbone), heads_state, backbone_state)
-    metrics = Metrics(total, heads, model, divergence, norm, learning_rate(state.step), finite)
+    rate = jnp.asarray(learning_rate(state.step), F32)
+    metrics = Metrics(total, heads, model, divergence, norm, rate, finite)
     return new, metrics
 
 
