@@ -120,8 +120,8 @@ def _train(
             seconds = (saved or {}).get("seconds", 0.0)
             loop.began = began - seconds
             done = loop.run(state, saved, stop)
-        kept.close()
     finally:
+        kept.close()  # a checkpoint that is being written is finished, whatever happened
         report.close()
     if done is None:
         cli.note(f"stopped after step {kept.latest()}; the same command with --resume goes on")
