@@ -235,7 +235,9 @@ def test_of_another_model(tmp_path):
     folder = write(tmp_path / "heads", published())
     fails("hidden size 6", "model's is 8", "0.0.linear.weight", heads=folder, hidden_size=8)
     for size in (10, 12):
-        fails("0.2.weight", "11 tokens", f"vocabulary has {size}", "no padding", heads=folder, vocab_size=size)
+        fails(
+            "0.2.weight", "11 tokens", f"vocabulary has {size}", "no padding", heads=folder, vocab_size=size
+        )
     shared = write(tmp_path / "shared", published(own=False))
     fails("hidden size 6", heads=shared, hidden_size=4)
     assert open_heads(shared, hidden_size=D, vocab_size=99).config.vocab_size == 99

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,14 +79,15 @@ def convert(options: Options, note: Note, bar: Bar | None = None) -> tuple[float
     )
     for line in lines:
         note(f"note: {line}")
+    if options.to in OURS:
+        write = _plan_ours(request, model, options, note, bar)
+    else:
+        plan = PLANS[options.to](request)
+        for line in plan.notes:
+            note(f"note: {line}")
+        write = functools.partial(plan.write, progress=_counted(bar, plan.nbytes))
     with staged(target) as folder:
-        if options.to in OURS:
-            _write_ours(request, model, options, folder, note, bar)
-        else:
-            plan = PLANS[options.to](request)
-            for line in plan.notes:
-                note(f"note: {line}")
-            plan.write(folder, _counted(bar, plan.nbytes))
+        write(folder)
         if not options.check:
             return None
         difference, limit = largest_difference(source, table, folder, options.to, dtype)
@@ -169,10 +171,10 @@ def _whole(name: str) -> str:
     return name if stat_of(path) is None else str(path.resolve())
 
 
-def _write_ours(
-    request: Request, model: Checkpoint | None, options: Options, folder: Path, note: Note, bar: Bar | None
-) -> None:
-    """The kinds of this project: Orbax, safetensors, and a whole model with the heads beside it."""
+def _plan_ours(
+    request: Request, model: Checkpoint | None, options: Options, note: Note, bar: Bar | None
+) -> Callable[[Path], None]:
+    """What writes a kind of this project: Orbax, safetensors, or a whole model with the heads beside it."""
     heads, dtype = request.heads, request.dtype
     if heads.vocab_size is None:
         raise UserError(f"{heads.path}: the files do not tell the vocabulary's size; give --model")
@@ -187,16 +189,20 @@ def _write_ours(
     }
     arguments: tuple[Any, ...] = (heads.config, layers, heads.token_map(), metadata)
     progress = _counted(bar, sum(stack.nbytes for stack in layers.values()))
-    if options.to == "hf":
-        assert model is not None
-        _write_model(model, None if options.dtype is None else dtype, folder, bar)
-        save_heads(folder / IN_RUN, *arguments)
-    elif options.to == "orbax":
-        checkpoint.save_head_checkpoint(folder, *arguments, progress=progress)
-    else:
-        save_heads(folder, *arguments, progress=progress)
-    facts = head_cards.Facts(heads, dtype, request.base)
-    (folder / "README.md").write_text(head_cards.card(options.to, facts, []), encoding="utf-8")
+
+    def write(folder: Path) -> None:
+        if options.to == "hf":
+            assert model is not None
+            _write_model(model, None if options.dtype is None else dtype, folder, bar)
+            save_heads(folder / IN_RUN, *arguments)
+        elif options.to == "orbax":
+            checkpoint.save_head_checkpoint(folder, *arguments, progress=progress)
+        else:
+            save_heads(folder, *arguments, progress=progress)
+        card = head_cards.card(options.to, head_cards.Facts(heads, dtype, request.base), [])
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+    return write
 
 
 def _write_model(model: Checkpoint, dtype: np.dtype | None, folder: Path, bar: Bar | None) -> None:
