@@ -90,6 +90,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     from medusa_jax import SamplingParams
     from medusa_jax.errors import user_path, write_atomically
     from medusa_jax.sampling import resolve
+    from medusa_jax.text import looping
 
     args.output = user_path(args.output, "--output")
     prompts = read_prompt_file(args.prompts)[: args.limit]
@@ -103,7 +104,10 @@ def run(argv: Sequence[str] | None = None) -> int:
         return lambda: None
 
     lm = cli.load_model(args, expect)
-    answers = _answers(lm, jobs, args)
+    everything = _answers(lm, jobs, args)
+    # A text that repeats itself is guessed whatever the tree; counted, it would buy depth at others' cost.
+    answers = [one for one in everything if not looping(one.ids[one.start :])] or everything
+    cli.note(f"{len(everything)} answers, {len(everything) - len(answers)} that repeat themselves left out")
     with cli.progress_bar("measuring guesses", unit="answers") as progress:
         ranks = measure(lm, answers, args.temperature, progress)
     if args.sources != "lookup" and lm.heads is None:
@@ -111,6 +115,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     result = choose(lm, ranks, args)
     result["prompts"] = {
         "count": len(prompts),
+        "looping": len(everything) - len(answers),
         "sha256": hashlib.sha256(json.dumps(prompts, sort_keys=True).encode()).hexdigest(),
     }
     with interrupts.unwinding():

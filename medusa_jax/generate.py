@@ -26,7 +26,7 @@ from medusa_jax.sampling import SamplingParams, model_defaults, resolve
 from medusa_jax.schedule import Engine, Job, Session, decode_batch
 from medusa_jax.text import TextStream
 from medusa_jax.tree import Tree, load_tree
-from medusa_jax.weights import checkpoints, hf, hub, shipped
+from medusa_jax.weights import checkpoints, fingerprint, hf, hub, shipped
 from medusa_jax.weights.params import abstract_params, load_params
 
 if TYPE_CHECKING:
@@ -141,6 +141,7 @@ class MedusaLM:
             kept = None if token_map is None else jnp.asarray(token_map)
             made = heads_module.attach(opened.config, layers, table, kept)
             lm.heads = opened.config, sharding.place(made, sharding.head_shardings(made, mesh))
+            lm.warnings += fingerprint.warnings(opened.metadata, lm.params, str(opened.path))
         if worker is not None:  # not waited for when loading fails: the error should not wait for a compiler
             worker.join()
         return lm

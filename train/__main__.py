@@ -96,7 +96,7 @@ def _train(
         with cli.progress_bar("computing hidden states", unit="rows") as progress:
             stored = start.store_hidden(plan, programs, params, data, folder, progress)
     base = options.model or "SmolLM2-135M-Instruct"
-    metadata: dict[str, Any] = {"base_model": base, "model_fingerprint": fingerprint(params)}
+    metadata: dict[str, Any] = {"base_model": base, "model_fingerprint": fingerprint(checkpoint.source)}
     state, frozen = start.begin(plan, programs, params, opened, data)
     if not (plan.stored or options.backbone.backbone == "full"):
         params = frozen.params
