@@ -288,7 +288,7 @@ class _Reading:
         return found
 
     def _fp8_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of an FP8 matrix from the file itself: the safetensors library makes no NumPy array of it."""
+        """Rows of an FP8 matrix, from the file: the safetensors library makes no NumPy arrays of them."""
         assert isinstance(self.source, SafetensorsCheckpoint)
         info, file = self.source.infos()[name], self.source._files[name]
         with file.open("rb") as stream:
