@@ -58,8 +58,9 @@ def whole(leaves: Leaves, dtype: jnp.dtype) -> jax.Array:
 
 def rows(leaves: Leaves, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Rows [..., in] of a weight. An index outside of it reads its edge."""
-    taken = {name: jnp.take(leaf, index, axis=0, mode="clip") for name, leaf in _base(leaves).items()}
-    return whole(taken, dtype)
+    if quantize.is_quantized(leaves):
+        return quantize.widened_rows(leaves, index, dtype)
+    return jnp.take(leaves["weight"], index, axis=0, mode="clip")
 
 
 def low_rank(x: jax.Array, leaves: Leaves, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -96,14 +97,10 @@ class Linear(nn.Module):
         return y
 
 
-def _base(leaves: Leaves) -> dict[str, jax.Array]:
-    return {name: leaves[name] for name in quantize.LEAVES if name in leaves}
-
-
 def _widened_product(x: jax.Array, leaves: Leaves) -> jax.Array:
     # The backward pass widens the weight again: kept from the forward pass, it would be a whole float model.
     @jax.checkpoint
     def product(x: jax.Array, leaves: Leaves) -> jax.Array:
         return project(x, quantize.widened(leaves, x.dtype))
 
-    return product(x, _base(leaves))
+    return product(x, {name: leaves[name] for name in quantize.LEAVES})

@@ -28,32 +28,32 @@ _MOST_PRETENDED = 512  # CPU devices that a hint proposes; each takes a thread
 # Projections by output row, o and down by input column, both vocabulary tables by row. Every parameter
 # path must match exactly one line. "heads" stands for `tensor` where that divides the K/V heads, and
 # for nothing otherwise: a head is never split. Scales and low bits of int8 weights lie as their weight does;
-# they are narrower, so an axis with "?" is left out where it does not divide. What LoRA adds is split by its
+# they are smaller, so an axis with "?" is left out where it does not divide. What LoRA adds is split by its
 # weight's rows and columns, and never by rank.
 RULES: _Rules = (
     (r"model/embed_tokens/weight", ("tensor", "fsdp")),
     (r"lm_head/weight", ("tensor", "fsdp")),
-    (r"(model/embed_tokens|lm_head)/(scale|low)", ("tensor", "fsdp?")),
+    (r"(model/embed_tokens|lm_head)/(scale|low)", ("tensor?", "fsdp?")),
     (r"lm_head/lora_a", (None, "fsdp")),
     (r"lm_head/lora_b", ("tensor", None)),
     (r"model/layers_\d+/self_attn/[qkv]_proj/weight", ("heads", "fsdp")),
-    (r"model/layers_\d+/self_attn/[qkv]_proj/(scale|low)", ("heads", "fsdp?")),
+    (r"model/layers_\d+/self_attn/[qkv]_proj/(scale|low)", ("heads?", "fsdp?")),
     (r"model/layers_\d+/self_attn/[qkv]_proj/lora_a", (None, "fsdp")),
     (r"model/layers_\d+/self_attn/[qkv]_proj/lora_b", ("heads", None)),
     (r"model/layers_\d+/self_attn/[qkv]_proj/bias", ("heads",)),
     (r"model/layers_\d+/self_attn/o_proj/weight", ("fsdp", "heads")),
-    (r"model/layers_\d+/self_attn/o_proj/(scale|low)", ("fsdp", "heads?")),
+    (r"model/layers_\d+/self_attn/o_proj/(scale|low)", ("fsdp?", "heads?")),
     (r"model/layers_\d+/self_attn/o_proj/lora_a", (None, "heads")),
     (r"model/layers_\d+/self_attn/o_proj/lora_b", ("fsdp", None)),
     (r"model/layers_\d+/self_attn/o_proj/bias", (None,)),
     (r"model/layers_\d+/self_attn/[qk]_norm/weight", (None,)),
     (r"model/layers_\d+/mlp/(gate|up)_proj/weight", ("tensor", "fsdp")),
-    (r"model/layers_\d+/mlp/(gate|up)_proj/(scale|low)", ("tensor", "fsdp?")),
+    (r"model/layers_\d+/mlp/(gate|up)_proj/(scale|low)", ("tensor?", "fsdp?")),
     (r"model/layers_\d+/mlp/(gate|up)_proj/lora_a", (None, "fsdp")),
     (r"model/layers_\d+/mlp/(gate|up)_proj/lora_b", ("tensor", None)),
     (r"model/layers_\d+/mlp/(gate|up)_proj/bias", ("tensor",)),
     (r"model/layers_\d+/mlp/down_proj/weight", ("fsdp", "tensor")),
-    (r"model/layers_\d+/mlp/down_proj/(scale|low)", ("fsdp", "tensor?")),
+    (r"model/layers_\d+/mlp/down_proj/(scale|low)", ("fsdp?", "tensor?")),
     (r"model/layers_\d+/mlp/down_proj/lora_a", (None, "tensor")),
     (r"model/layers_\d+/mlp/down_proj/lora_b", ("fsdp", None)),
     (r"model/layers_\d+/mlp/down_proj/bias", (None,)),
@@ -70,9 +70,10 @@ HEAD_RULES: _Rules = (
     (r"(layers/)?bias", (None, None, None)),
     (r"(layers/)?mixer_\d+_weight", ("tensor", "fsdp")),
     (r"(layers/)?mixer_\d+_bias", ("tensor",)),
-    (r"(layers/)?unembedding", (None, "tensor", "fsdp")),
+    (r"(layers/)?unembedding", (None, "tensor?", "fsdp")),
     (r"token_map", (None,)),
-    (r"table|embedding", ("tensor", "fsdp")),
+    # A draft vocabulary is of any size.
+    (r"table|embedding", ("tensor?", "fsdp")),
 )
 
 

@@ -782,7 +782,11 @@ def test_the_default_model(environment):
     assert record["prompt"] == question
     assert "Paris" in record["text"]
     stats = record["stats"]
-    assert (
-        stats["new_tokens"] == len(record["token_ids"]) == stats["steps"] == sum(stats["accepted_by_depth"])
-    )
-    assert 1 <= stats["new_tokens"] <= 24
+    assert 1 <= stats["new_tokens"] == len(record["token_ids"]) <= 24
+    # The shipped heads are used, and some of their guesses hold.
+    assert stats["steps"] == sum(stats["accepted_by_depth"]) < stats["new_tokens"]
+    plain = start(environment, "-m", "infer.generate", *flags, "--plain")
+    with plain as process:
+        told = json.loads(process.communicate(timeout=300)[0])
+    assert told["token_ids"] == record["token_ids"]
+    assert told["stats"]["steps"] == told["stats"]["new_tokens"]

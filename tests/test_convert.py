@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from medusa_jax import checkpoint, convert, sharding
 from medusa_jax.config import MedusaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.weights import fingerprint, head_check, head_targets, lazy
+from medusa_jax.weights import fingerprint, head_check, head_targets, lazy, shipped
 from medusa_jax.weights.head_files import layer_shapes, open_heads, save_heads
 
 M, D = 3, 32
@@ -745,6 +745,19 @@ def test_a_run(tmp_path, model, tied_model, capsys):
     same(table_of(tmp_path / "e"), table_of(run_folder / "model"))
 
 
+def test_heads_that_come_with_the_package(tmp_path, monkeypatch):
+    made = values(own_unembedding=True)
+    folder = own(tmp_path / "package/medusa", made)
+    monkeypatch.setattr(shipped, "folder", lambda kind: folder.parent / kind)
+    run("medusa", tmp_path / "x", "--to", "vllm")
+    same_heads(tmp_path / "x", *made)
+    fails("conditioned", tmp_path / "y", "--to", "orbax", parts=["no such file or folder"])
+    monkeypatch.chdir(tmp_path)
+    own(tmp_path / "medusa", other := values(seed=1, own_unembedding=True))
+    run("medusa", tmp_path / "z", "--to", "orbax")
+    same_heads(tmp_path / "z", *other)
+
+
 # --check
 
 
@@ -848,10 +861,12 @@ def test_check_finds_slips_of_our_own(tmp_path, monkeypatch, to):
 
 
 @pytest.mark.parametrize("to", ["vllm", "trtllm", "tgi", "orbax", "hf"])
-def test_check_with_a_wide_model(tmp_path, model, to):
+def test_check_with_a_wide_model(tmp_path, model, to, capsys):
     """bfloat16 heads of a float32 model: its unembedding is rounded where it is copied, and only there."""
     heads = own(tmp_path / "heads", dtype=BF16)
     run(heads, tmp_path / "x", "--to", to, "--model", model, "--check")
+    rounded = "the model's unembedding is rounded from float32 to bfloat16" in capsys.readouterr().err
+    assert rounded == (to in ("vllm", "trtllm"))
 
 
 def test_checked_logits_are_the_heads(tmp_path, model):

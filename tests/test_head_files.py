@@ -677,7 +677,7 @@ def test_what_is_not_heads(tmp_path):
     fails("no such file", heads="./none")
     fails("no such file", heads="org/none.safetensors")
     fails("no such file", heads="org/none/file.gguf")
-    fails("not a hub id", heads="medusa")
+    fails("not a hub id", heads="nothing")
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     fails("not a file of heads", heads=tmp_path / "x.gguf")
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")

@@ -273,7 +273,7 @@ def test_sharded_adapters_over_int8_equal_unsharded():
     held = sharding.place(adapters, sharding.matching_shardings(adapters, config, mesh))
     layer = placed["model"]["layers_0"]
     assert layer["mlp"]["gate_proj"]["weight"].addressable_shards[0].data.shape == (48, 32)
-    assert layer["mlp"]["gate_proj"]["low"].addressable_shards[0].data.shape == (48, 4)
+    assert layer["mlp"]["gate_proj"]["low"].addressable_shards[0].data.shape == (6, 32)
     assert layer["mlp"]["gate_proj"]["scale"].sharding.spec == PartitionSpec("tensor", None)  # one group
     assert layer["self_attn"]["o_proj"]["scale"].sharding.spec == PartitionSpec("fsdp", None)
     down = held.params["model"]["layers_0"]["mlp"]["down_proj"]

@@ -15,6 +15,7 @@ from medusa_jax.tree import Tree
 PROMPTS = ["What is rain?", "the dog and the dog and the"]
 TREES = [
     Tree.chain(2),
+    Tree.dense((24, 2)),  # untrained heads hit that one now and then
     Tree.dense((3, 2)),
     Tree.grow({(0,): 0.5, (1,): 0.3, (0, 0): 0.3, (1, 0): 0.2, (2,): 0.2}, 6),
 ]

@@ -64,6 +64,10 @@ def convert(options: Options, note: Note, bar: Bar | None = None) -> tuple[float
         heads = head_changes.expanded(heads, table)
     if common(heads.dtype, dtype) != dtype:
         lines.append(f"values are rounded from {heads.dtype} to {dtype}")
+    copied = options.to in ("vllm", "trtllm") or options.generation == "v1"
+    shared = table if copied and not heads.config.own_unembedding else None
+    if shared is not None and common(shared.dtype, dtype) != dtype:
+        lines.append(f"the model's unembedding is rounded from {shared.dtype} to {dtype}")
     if head_changes.have_tied_layers(heads):
         lines.append(
             f"the {heads.config.num_layers} residual layers of each head are copies of one; "

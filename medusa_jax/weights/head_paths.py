@@ -1,4 +1,4 @@
-"""Finding heads: a folder, a file, a run's output folder, or a hub id."""
+"""Finding heads: a folder, a file, a run's output folder, a hub id, or those that come with the package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import huggingface_hub
 
 from medusa_jax.errors import UserError, is_file, is_folder, user_path
-from medusa_jax.weights import hub
+from medusa_jax.weights import hub, shipped
 
 IN_RUN = "heads"  # of the folder in a run's output, and beside an exported model, that holds the heads
 CHECKPOINTS_IN_RUN = "checkpoints"  # of the folder with a run's checkpoints, each under its step
@@ -22,6 +22,8 @@ _PICKLE = ["medusa_lm_head.pt"]
 def resolve_heads(heads: str | os.PathLike[str]) -> Path:
     """The folder or file that `heads` means; a hub repository is fetched into the hub's cache.
 
+    The names of the heads that come with the package mean those, where no file has such a name.
+
     Raises UserError saying what was found instead, or why the hub gave nothing.
     """
     text = os.fspath(heads)
@@ -34,6 +36,8 @@ def resolve_heads(heads: str | os.PathLike[str]) -> Path:
         if path.suffix.lower() not in (".safetensors", ".pt"):
             raise UserError(f"{path}: not a file of heads; expected a folder, a .safetensors or a .pt file")
         return path
+    if text in shipped.KINDS and is_folder(shipped.folder(text)):
+        return shipped.folder(text)
     local = text.startswith((".", "/", "~", os.sep)) or path.is_absolute() or not isinstance(heads, str)
     match = hub._HUB_ID.fullmatch(text)
     if local or path.suffix.lower() in (".safetensors", ".pt") or (match and match["file"]):
