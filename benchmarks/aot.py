@@ -278,11 +278,12 @@ def cases() -> dict[str, Case]:
     layers = LLAMA_2_7B.num_hidden_layers
     cached = 2 * layers * SLOTS * DTYPE.itemsize * LLAMA_2_7B.num_key_value_heads * LLAMA_2_7B.head_dim
     single = Limits(read_ratio=READ_RATIO, write_ratio=WRITE_RATIO, temp=TEMP_RATIO * cached, collectives={})
-    # What 64 nodes write are activations: each of the cache's 64 arrays that is rewritten adds 1/64.
+    # What 64 nodes write are activations. Each of the cache's 64 arrays that is rewritten adds 1/64.
     tree = dataclasses.replace(single, read_ratio=1.05, write_ratio=0.075)
     # Two all-reduces a layer and the embedding's.
     split = dataclasses.replace(
         single,
+        write_ratio=0.015,
         temp=TEMP_RATIO * cached / SHARDS + TEMP_COLLECTIVES,
         collectives={"all-reduce": 2 * layers + 1},
     )
