@@ -141,7 +141,7 @@ class MedusaLM:
             kept = None if token_map is None else jnp.asarray(token_map)
             made = heads_module.attach(opened.config, layers, table, kept)
             lm.heads = opened.config, sharding.place(made, sharding.head_shardings(made, mesh))
-            lm.warnings += fingerprint.warnings(opened.metadata, lm.params, str(opened.path))
+            lm.warnings += fingerprint.warnings(opened.metadata, checkpoint.source, str(opened.path))
         if worker is not None:  # not waited for when loading fails: the error should not wait for a compiler
             worker.join()
         return lm

@@ -95,7 +95,7 @@ def _train(
         folder = Path(options.run.stored_hidden_folder or output / "hidden").expanduser()
         with cli.progress_bar("computing hidden states", unit="rows") as progress:
             stored = start.store_hidden(plan, programs, params, data, folder, progress)
-    base = options.model or "SmolLM2-135M-Instruct"
+    base = options.model or "HuggingFaceTB/SmolLM2-135M-Instruct"
     metadata: dict[str, Any] = {"base_model": base, "model_fingerprint": fingerprint(checkpoint.source)}
     state, frozen = start.begin(plan, programs, params, opened, data)
     if not (plan.stored or options.backbone.backbone == "full"):

@@ -13,6 +13,7 @@ import yaml
 
 from medusa_jax.errors import write_atomically
 from medusa_jax.weights import hf
+from medusa_jax.weights.fingerprint import KEY, fingerprint
 from medusa_jax.weights.head_files import save_heads
 from train import lora
 from train.setup import Plan
@@ -62,21 +63,24 @@ def save(
 
     params: the frozen model, for adapters to be merged into.
     """
+    merged, config = None, plan.model
+    if trained.backbone is not None:
+        merged = _local(trained.backbone)
+        if isinstance(trained.backbone, lora.Adapters):
+            merged, config = lora.merge(params, trained.backbone, plan.model)
+        merged = jax.tree.map(lambda leaf: np.asarray(leaf).astype(plan.dtype), _local(merged))
+        # The heads belong to the model as it is now.
+        metadata = {**metadata, KEY: fingerprint(merged)}
     dtype = np.dtype(jax.numpy.dtype(plan.config.run.heads_dtype))
     layers = jax.tree.map(lambda leaf: np.asarray(leaf).astype(dtype), _local(trained.heads))
-    if jax.process_index() == 0:
-        _remove(output / "heads")
-        save_heads(output / "heads", plan.heads, layers, token_map, metadata)
-        write_atomically(output / "heads" / "README.md", card.encode())
-    if trained.backbone is None:
+    if jax.process_index() != 0:
         return
-    merged, config = _local(trained.backbone), plan.model
-    if isinstance(trained.backbone, lora.Adapters):
-        merged, config = lora.merge(params, trained.backbone, plan.model)
-    merged = jax.tree.map(lambda leaf: np.asarray(leaf).astype(plan.dtype), _local(merged))
-    if jax.process_index() == 0:
+    if merged is not None:
         _remove(output / "model")
         hf.save_pretrained(output / "model", merged, config, tokenizer, generation_config)
+    _remove(output / "heads")
+    save_heads(output / "heads", plan.heads, layers, token_map, metadata)
+    write_atomically(output / "heads" / "README.md", card.encode())
 
 
 def _local(tree: Any) -> Any:
