@@ -17,6 +17,14 @@ SETTINGS = "config.yaml"
 
 def run(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit status."""
+    from medusa_jax import UserError
+
+    try:
+        import grain  # noqa: F401
+        import tensorboardX  # noqa: F401
+        import tyro  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError(f'training needs {error.name}: pip install "medusa-jax[train]"') from None
     from train import config
 
     command = config.parse(argv)
