@@ -207,6 +207,9 @@ def test_stored_hidden_states_give_nearly_the_same_heads(model, data, unbroken, 
     before = (shared / "hidden.bin").stat().st_mtime_ns
     assert train.run(flags(model, data, tmp_path / "again", *stored, "--num-layers", "2")) == 0
     assert (shared / "hidden.bin").stat().st_mtime_ns == before
+    int8 = ["--stored-hidden", "--int8", "--conditioned"]
+    assert train.run(flags(model, data, tmp_path / "int8", *int8)) == 0
+    assert max(line["loss"] for line in logged(tmp_path / "int8")) < 100
     with pytest.raises(UserError, match="hidden states of another model or other data"):
         train.run(flags(model, data, tmp_path / "other", *stored, "--sequence-length", "40"))
 

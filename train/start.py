@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax import backbone, heads, sharding
+from medusa_jax import backbone, heads, linear, sharding
 from medusa_jax.weights.checkpoints import Checkpoint
 from medusa_jax.weights.head_files import HeadCheckpoint
 from medusa_jax.weights.params import abstract_params, flatten, load_params
@@ -20,7 +20,7 @@ from train import pipeline
 from train.hidden import HiddenStates
 from train.loss import Batch
 from train.programs import Programs
-from train.setup import F32, Plan, backbone_table, draft_vocabulary
+from train.setup import F32, Plan, draft_vocabulary
 from train.step import Frozen, Trained, TrainState
 
 Progress = Callable[[int, int], None]
@@ -64,8 +64,10 @@ def begin(
     )
     learnt = None
     if plan.stored:
-        embedding = params["model"]["embed_tokens"]["weight"] if plan.heads.conditioned else None
-        frozen = dataclasses.replace(frozen, table=backbone_table(params), embedding=embedding)
+        embedding = None
+        if plan.heads.conditioned:
+            embedding = linear.whole(params["model"]["embed_tokens"], plan.dtype)
+        frozen = dataclasses.replace(frozen, table=table, embedding=embedding)
     elif plan.config.backbone.backbone == "full":
         learnt = params
     else:
