@@ -86,7 +86,8 @@ def cos_sin(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.
     """
     frequencies, scale = inverse_frequencies(rope, head_dim)
     angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None]
-    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+    # The barrier keeps XLA from computing them anew in every layer, for every head.
+    return jax.lax.optimization_barrier((jnp.cos(angles) * scale, jnp.sin(angles) * scale))
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
