@@ -1,10 +1,11 @@
-"""Compile the decoding programs for TPUs (and a GPU) that need not be there, and check what they move.
+"""Compile decoding and training for TPUs (and a GPU) that need not be there, and check what they move.
 
     python benchmarks/aot.py [--only NAME ...] [--json FILE] [--save DIR]
 
-Llama-2-7B shapes, bfloat16, S = 2048. HBM bytes and collectives are counted from the compiled program
-(hlo.py); milliseconds are bytes over peak bandwidth, a lower bound and no measurement. Exit status 1 when
-a limit is passed, 2 when the TPU compiler is not installed.
+Llama-2-7B shapes, bfloat16, S = 2048; training steps of 32 rows of 2048 tokens over 16 chips. HBM bytes
+and collectives are counted from the compiled program (hlo.py); milliseconds are bytes over peak bandwidth,
+a lower bound and no measurement. Exit status 1 when a limit is passed, 2 when the TPU compiler is not
+installed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
 os.environ["TPU_LOG_DIR"] = "disabled"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
+import aot_training
 import hlo
 import jax
 import jax.numpy as jnp
@@ -69,6 +71,7 @@ TEMP_RATIO = 0.25  # temporaries over the cache: a copied cache would be 1
 TEMP_COLLECTIVES = 64 << 20  # bytes that XLA reserves on every device of a program with collectives
 TREE_RATIO = 1.15  # bytes moved by a step of 16 nodes over those of a plain step, on a GPU
 SHARDS = 8  # of the tensor-parallel cases
+CHIP_MEMORY = 15.75 * 2**30  # bytes of a v5e that a program may use
 
 # What the GPU compiler must know of a card that is not there (NVIDIA's data sheet and occupancy tables).
 H200 = """
@@ -94,6 +97,7 @@ class Limits:
     read_ratio: float | None = None  # over the minimum
     write_ratio: float | None = None  # over the donated cache
     temp: float | None = None
+    memory: float | None = None  # arguments, results and temporaries together
     collectives: dict[str, int] | None = None  # the most of each kind of more than hlo.TINY bytes, others 0
     times_plain: float | None = None  # bytes read and written over those of the case's plain step
 
@@ -129,14 +133,16 @@ def mesh_of(topology: Any, shape: tuple[int, int, int]) -> Mesh:
 
 
 def v5e(*shape: int) -> Mesh:
-    """One v5e chip, or eight, as (data, fsdp, tensor)."""
+    """One v5e chip, eight or sixteen, as (data, fsdp, tensor)."""
     assert len(shape) == 3
-    if np.prod(shape) == 1:
+    count = np.prod(shape)
+    if count == 1:
         one = topologies.get_topology_desc(
             platform="tpu", topology_name="v5e:1x1", chips_per_host_bounds=(1, 1, 1)
         )
         return mesh_of(one, shape)
-    return mesh_of(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4"), shape)
+    name = {8: "v5e:2x4", 16: "v5e:4x4"}[count]
+    return mesh_of(topologies.get_topology_desc(platform="tpu", topology_name=name), shape)
 
 
 def h200() -> Mesh:
@@ -231,6 +237,13 @@ def build_medusa(
     return built(made.run(batch, SLOTS, plan), made, made.state_shape(batch, SLOTS), batch * nodes)
 
 
+def build_training(backbone: aot_training.BackboneOptions, config: ModelConfig = LLAMA_2_7B) -> Built:
+    """A training step of `aot_training.ROWS` rows, split over the 16 chips of a v5e-16."""
+    made = aot_training.programs(config, v5e(1, 16, 1), backbone)
+    program = made.lower_step(made.plan.joint_from == 0).compile()
+    return Built(program, 0.0, shard_bytes(made.state), len(jax.tree.leaves(made.state)))
+
+
 def small() -> ModelConfig:
     """Two layers, for the controls: quick to compile, with every array of a layer at its real size."""
     return dataclasses.replace(LLAMA_2_7B, num_hidden_layers=2, layer_windows=(None,) * 2)
@@ -314,6 +327,10 @@ def cases() -> dict[str, Case]:
             partial(build_medusa, h200, HEADS, 16), Limits(1.14, 0.77, times_plain=TREE_RATIO)
         ),
         "medusa-64-h200": card(partial(build_medusa, h200, HEADS, 64), Limits(1.37, 2.63)),
+        "train-medusa1": Case(partial(build_training, aot_training.MEDUSA_1), Limits(memory=CHIP_MEMORY)),
+        "train-medusa2-lora": Case(
+            partial(build_training, aot_training.MEDUSA_2_LORA), Limits(memory=CHIP_MEMORY)
+        ),
         "control-gather": Case(
             build_gathering, Limits(collectives={"all-reduce": 5}), breaks=frozenset({"all-gather"})
         ),
@@ -344,7 +361,9 @@ class Row:
     write: float
     read_dearest: float  # with the dearest branch of every conditional: sampling with all filters
     minimum: float
+    arguments: float
     temp: float
+    memory: float  # arguments, results and temporaries, what is reused once
     alias: float
     donated: float
     collectives: dict[str, tuple[int, float]]
@@ -361,6 +380,8 @@ def measure(name: str, case: Case, save: Path | None) -> list[Row]:
     if save:
         (save / f"{name}.hlo.txt").write_text(text)
     memory = made.program.memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    held = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
     module = hlo.parse(text)
     traffic, dearest = hlo.count(module), hlo.count(module, dearest=True)
     plain = hlo.count(hlo.parse(case.plain().program.as_text())).total if case.plain else None
@@ -375,14 +396,16 @@ def measure(name: str, case: Case, save: Path | None) -> list[Row]:
             write=part.write,
             read_dearest=read_dearest,
             minimum=made.minimum,
+            arguments=memory.argument_size_in_bytes,
             temp=memory.temp_size_in_bytes,
+            memory=held,
             alias=memory.alias_size_in_bytes,
             donated=made.donated,
             collectives=part.collectives,
             times_plain=part.total / plain if plain and part is per_step else None,
             bound_ms=1e3 * part.total / BANDWIDTH[case.chip],
             limits=limits,
-            passed=violations(part, made, memory.temp_size_in_bytes, plain, limits),
+            passed=violations(part, made, memory.temp_size_in_bytes, held, plain, limits),
         )
 
     rows = [row(name, per_step, per_step_dearest.read, case.limits)]
@@ -408,9 +431,12 @@ def measure(name: str, case: Case, save: Path | None) -> list[Row]:
 
 
 def violations(
-    part: hlo.Traffic, made: Built, temp: float, plain: float | None, limits: Limits
+    part: hlo.Traffic, made: Built, temp: float, held: float, plain: float | None, limits: Limits
 ) -> dict[str, str]:
-    """The limits that are passed: which, and by what. plain: bytes of the plain step, if there is one."""
+    """The limits that are passed: which, and by what.
+
+    temp, held: bytes of temporaries, and of everything. plain: bytes of the plain step, if there is one.
+    """
     found = {}
     if limits.read_ratio and part.read > limits.read_ratio * made.minimum:
         found["read"] = f"{part.read / made.minimum:.4f} times the minimum is read, limit {limits.read_ratio}"
@@ -422,6 +448,8 @@ def violations(
         found["times plain"] = f"{times}, limit {limits.times_plain}"
     if limits.temp and temp > limits.temp:
         found["temp"] = f"{temp / 1e6:.1f} MB of temporaries, limit {limits.temp / 1e6:.1f}"
+    if limits.memory and held > limits.memory:
+        found["memory"] = f"{held / 1e9:.2f} GB in all, limit {limits.memory / 1e9:.2f}"
     for kind, (number, size) in part.collectives.items():
         most = 0 if limits.collectives is None else limits.collectives.get(kind, 0)
         if limits.collectives is not None and not kind.endswith("(tiny)") and number > most:
@@ -440,6 +468,7 @@ def table(rows: list[Row]) -> Table:
         "ratio",
         "times plain",
         "temp MB",
+        "memory GB",
         "alias MB",
     )
     made = Table(*head, "collectives", "bound ms", title="One device: HBM bytes of a step or call")
@@ -464,6 +493,7 @@ def table(rows: list[Row]) -> Table:
             limit(f"{row.read / row.minimum:.4f}", str(row.limits.read_ratio or "")) if stated else "",
             limit(f"{row.times_plain:.3f}", str(row.limits.times_plain or "")) if row.times_plain else "",
             limit(f"{row.temp / 1e6:.1f}", f"{row.limits.temp / 1e6:.0f}" if row.limits.temp else None),
+            limit(f"{row.memory / 1e9:.2f}", f"{row.limits.memory / 1e9:.2f}" if row.limits.memory else None),
             f"{row.alias / 1e6:.1f} of {row.donated / 1e6:.1f}",
             limit(kinds or "none", counts),
             f"{row.bound_ms:.3f}",

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -30,12 +27,10 @@ def plan(model: ModelConfig, mesh: jax.sharding.Mesh, backbone: BackboneOptions,
     return Plan(config, model, heads, jnp.dtype(jnp.bfloat16), mesh, steps, joint_from)
 
 
-def compile_step(model: ModelConfig, mesh: jax.sharding.Mesh, backbone: BackboneOptions) -> Any:
-    """The compiled step of a run, state donated."""
-    made = plan(model, mesh, backbone, num_heads=4)
-    return Programs(made).lower_step(made.joint_from == 0).compile()
+def programs(model: ModelConfig, mesh: jax.sharding.Mesh, backbone: BackboneOptions) -> Programs:
+    """The programs of a run that trains four heads, and the model as `backbone` says."""
+    return Programs(plan(model, mesh, backbone, num_heads=4))
 
 
 MEDUSA_1 = BackboneOptions()
-MEDUSA_2 = BackboneOptions(backbone="lora", model_loss="tokens", heads_weight=0.2)
-MEDUSA_2_INT8 = dataclasses.replace(MEDUSA_2, int8=True)
+MEDUSA_2_LORA = BackboneOptions(backbone="lora", model_loss="tokens", heads_weight=0.2)

@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infer.timing import Decoding, Work, alternate
-from medusa_jax import MedusaLM, SamplingParams, backbone, cache, heads, propose
+from medusa_jax import MedusaLM, SamplingParams, backbone, cache, heads, linear, propose
 from medusa_jax.config import MedusaConfig
 from medusa_jax.decode import Plan
 from medusa_jax.tree import Tree
@@ -66,7 +66,8 @@ def bench_steps(lm: MedusaLM, rounds: int) -> dict[int, float]:
 
 
 def bench_products(lm: MedusaLM, rounds: int) -> dict[str, dict[int, float]]:
-    """Median seconds of all products of one forward over T tokens, written in three ways; no attention."""
+    """Median seconds of all products of one forward over T tokens, written in four ways; no attention."""
+    stored = linear.restored(lm.params)
 
     def rows_first(x: jax.Array, weight: jax.Array) -> jax.Array:
         return x @ weight.T
@@ -80,25 +81,33 @@ def bench_products(lm: MedusaLM, rounds: int) -> dict[str, dict[int, float]]:
     def all_products(form: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, params: Any) -> Any:
         for layer in range(lm.config.num_hidden_layers):
             part = params["model"][f"layers_{layer}"]
-            attention, mlp = part["self_attn"], part["mlp"]
-            query, key, value = (form(x, attention[f"{n}_proj"]["weight"]) for n in "qkv")
+            linears = {**part["self_attn"], **part["mlp"]}
+            matrix = {name: next(iter(leaves.values())) for name, leaves in linears.items()}
+            query, key, value = (form(x, matrix[f"{n}_proj"]) for n in "qkv")
             groups = lm.config.num_attention_heads // lm.config.num_key_value_heads
-            x = x + form(query + jnp.tile(key + value, (1, groups)), attention["o_proj"]["weight"])
-            up = jax.nn.silu(form(x, mlp["gate_proj"]["weight"])) * form(x, mlp["up_proj"]["weight"])
-            x = x + form(up, mlp["down_proj"]["weight"])
+            x = x + form(query + jnp.tile(key + value, (1, groups)), matrix["o_proj"])
+            x = x + form(
+                jax.nn.silu(form(x, matrix["gate_proj"])) * form(x, matrix["up_proj"]), matrix["down_proj"]
+            )
             x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True))
-        return form(x, backbone.unembedding_table(params))
+        return linear.project(x, backbone.unembedding_table(params))
 
     found: dict[str, dict[int, float]] = {}
-    forms = (rows_first, weight_first, kept_weight_first)
-    programs = {form.__name__: jax.jit(partial(all_products, form)) for form in forms}
+    forms: list[tuple[Callable[[jax.Array, jax.Array], jax.Array], Any]] = [
+        (rows_first, stored),
+        (weight_first, stored),
+        (kept_weight_first, stored),
+        (linear.project_turned, lm.params),
+    ]
+    programs = {form.__name__: (jax.jit(partial(all_products, form)), held) for form, held in forms}
     for T in (1, 2, 4, 8, 16, 32, 64):
         x = jax.random.normal(jax.random.key(T), (T, lm.config.hidden_size))
 
-        def once(program: Any, x: jax.Array) -> Work:
-            return lambda: program(x, lm.params).block_until_ready()
+        def once(program: Any, x: jax.Array, params: Any) -> Work:
+            return lambda: program(x, params).block_until_ready()
 
-        times = alternate({name: once(program, x) for name, program in programs.items()}, rounds)
+        sides = {name: once(program, x, params) for name, (program, params) in programs.items()}
+        times = alternate(sides, rounds)
         for name, seconds in times.items():
             found.setdefault(name, {})[T] = seconds
     return found

@@ -101,7 +101,8 @@ class Chat:
         self.messages = [*messages, {"role": "assistant", "content": shown}]
         self.last_prefilled = job.prefilled_tokens
         job.finish_reason = job.finish_reason or "interrupted"
-        self.last = completion(messages, job, self.lm.plan)
+        assert self.session is not None  # it has just answered
+        self.last = completion(messages, job, self.session.engine.plan)
 
     def forget(self) -> None:
         """Drop the state of the row: after a failure it may be torn. The next turn reads everything anew."""

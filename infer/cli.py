@@ -128,14 +128,15 @@ def add_medusa(made: Parser) -> None:
         choices=["auto", "on", "off"],
         default="auto",
         help="guess what followed the same words earlier in the text; needs no heads "
-        "(auto: on with --heads or a --tree)",
+        "(auto: as calibrated; else on with heads, with a --tree, and on a TPU or GPU)",
     )
     group.add_argument(
         "--tree",
         metavar="NAME|FILE|WIDTHS|auto",
         default="auto",
         help="which guesses a step checks: widths such as 2x3x2, a published tree's name or a file of paths; "
-        "needs --heads or lookup; python -m infer.tree draws one (auto: one that suits both)",
+        "needs --heads or lookup; python -m infer.tree draws one (auto: by the batch, what "
+        "python -m infer.calibrate found fastest here, or measured for the heads; plain where none pays)",
     )
     group.add_argument(
         "--acceptance",

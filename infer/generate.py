@@ -171,7 +171,8 @@ def _stream(lm: MedusaLM, prompts: Sequence[Prompt], jobs: Sequence[Any], colour
         for piece in lm.stream_job(job):
             print(colours.paint(piece) if colours else piece, end="", flush=True)
         print(flush=True)
-        cli.note(closing_line([completion(prompt, job, lm.plan)]))
+        plan = lm.plan_for(1, job.params.temperature or 0.0)
+        cli.note(closing_line([completion(prompt, job, plan)]))
 
 
 def _batch(lm: MedusaLM, prompts: Sequence[Prompt], jobs: Sequence[Any], args: argparse.Namespace) -> None:

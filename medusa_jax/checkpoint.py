@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from medusa_jax.config import MedusaConfig
-from medusa_jax.errors import UserError, is_file, read_json
+from medusa_jax.errors import UserError, is_file, is_folder, read_json
 from medusa_jax.weights.head_files import (
     PREFIX,
     TOKEN_MAP,
@@ -41,8 +41,10 @@ from medusa_jax.weights.params import flatten, unflatten
 from medusa_jax.weights.source import Index, TensorInfo
 
 KIND = "Orbax heads"
+Read = Callable[[str, Index], np.ndarray]  # a block of a stored array
 _MARK = "_CHECKPOINT_METADATA"  # Orbax writes it into every checkpoint of named items
 _HEADS, _CONFIG = "heads", "config"
+_BACKBONE, _RUN = "backbone", "run"  # further items of a run's checkpoint, if it trains its model
 _PARTIAL = ".orbax-checkpoint-tmp"  # Orbax's own name for a checkpoint that is being written
 _TRIES, _SETTLE_SECONDS = 20, 0.05
 
@@ -133,27 +135,70 @@ def open_head_checkpoint(folder: str | os.PathLike[str]) -> HeadCheckpoint:
     folder = Path(folder).resolve()
     config, metadata, infos = _open(folder)
 
-    @functools.cache
-    def store(name: str) -> Any:
-        return _open_array(folder, name)
-
-    def read(name: str, index: Index) -> np.ndarray:
-        with orbax(f"{folder}: the heads cannot be read"):
-            return store(name)[index].read().result()
-
+    read = _reader(folder, _HEADS)
     dtype = common_dtype({name: info for name, info in infos.items() if name != TOKEN_MAP})
     parts = stacked_parts(config, infos, read)
     tokens = (lambda: read(TOKEN_MAP, (slice(None),))) if TOKEN_MAP in infos else None
     settings = describe(config, metadata)
-    return HeadCheckpoint(folder, KIND, config, dtype, metadata, [], parts, tokens, settings=settings)
+    warnings = []
+    if holds_backbone(folder):
+        warnings = [
+            f"{folder}: the run trained its model too, and the heads belong to that one; "
+            "python -m medusa_jax.convert --to hf writes it"
+        ]
+    return HeadCheckpoint(folder, KIND, config, dtype, metadata, warnings, parts, tokens, settings=settings)
+
+
+def holds_backbone(folder: Path) -> bool:
+    """Whether this is the checkpoint of a run that trains its model too."""
+    return is_head_checkpoint(folder) and is_folder(folder / _BACKBONE)
+
+
+def open_backbone(folder: Path) -> tuple[dict[str, TensorInfo], Read, dict[str, Any]]:
+    """What a run's checkpoint holds of the model: arrays by the run's names, how to read them, its options.
+
+    Nothing large is read yet. Raises UserError for a broken checkpoint.
+    """
+    with orbax(f"{folder}: not a whole Orbax checkpoint") as ocp:
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+            run = reader.restore(folder, ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))[_RUN]
+        infos = _infos(ocp, folder / _BACKBONE)
+    options = run.get("options") if isinstance(run, dict) else None
+    if not isinstance(options, dict):
+        raise UserError(f"{folder}: item {_RUN} has no options of a run")
+    return infos, _reader(folder, _BACKBONE), options
+
+
+def _reader(folder: Path, item: str) -> Read:
+    @functools.cache
+    def store(name: str) -> Any:
+        return _open_array(folder / item, name)
+
+    def read(name: str, index: Index) -> np.ndarray:
+        with orbax(f"{folder}: the {item} cannot be read"):
+            return store(name)[index].read().result()
+
+    return read
+
+
+def _infos(ocp: Any, item: Path) -> dict[str, TensorInfo]:
+    with ocp.PyTreeCheckpointer() as reader:
+        found = reader.metadata(item).item_metadata
+    if found is None:
+        raise UserError(f"{item.parent}: not a whole Orbax checkpoint (item {item.name} is broken)")
+    leaves = jax.tree_util.tree_leaves_with_path(found.tree)
+    return {
+        ".".join(str(getattr(key, "key", key)) for key in path): TensorInfo(tuple(a.shape), np.dtype(a.dtype))
+        for path, a in leaves
+    }
 
 
 def _open_array(folder: Path, name: str) -> Any:
     """A stored array as a store that can be read in parts, which Orbax itself offers no way to do."""
     import tensorstore
 
-    kept = read_json(folder / _HEADS / "_METADATA")
-    base = {"driver": "file", "path": f"{folder / _HEADS}/"}
+    kept = read_json(folder / "_METADATA")
+    base = {"driver": "file", "path": f"{folder}/"}
     driver = "zarr3" if kept.get("use_zarr3") else "zarr"
     if kept.get("use_ocdbt", True):
         base = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
@@ -195,9 +240,7 @@ def _open(folder: Path) -> tuple[MedusaConfig, dict[str, Any], dict[str, TensorI
     with orbax(f"{folder}: not a whole Orbax checkpoint") as ocp:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
             raw = reader.restore(folder, ocp.args.Composite(**{_CONFIG: ocp.args.JsonRestore()}))[_CONFIG]
-        with ocp.PyTreeCheckpointer() as reader:
-            tree = reader.metadata(folder / _HEADS).item_metadata.tree
-        infos = {name: TensorInfo(tuple(a.shape), np.dtype(a.dtype)) for name, a in flatten(tree).items()}
+        infos = _infos(ocp, folder / _HEADS)
     if not isinstance(raw, dict):
         raise UserError(f"{folder}: {_CONFIG} is not a JSON object")
     config, metadata = parse(raw, f"{folder}/{_CONFIG}")

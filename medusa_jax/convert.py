@@ -98,6 +98,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         made.error(f"--to is needed: one of {', '.join(TARGETS)}")
     if args.reference_generation is not None and args.to not in ("reference", "tgi"):
         made.error(f"--reference-generation is for --to reference and tgi, not {args.to}")
+    if args.base_name is not None and not args.base_name.strip():
+        made.error("--base-name is empty, expected a hub id or a folder")
     if args.push_to_hub is not None:
         head_push.check_repository(args.push_to_hub)
     options = Options(

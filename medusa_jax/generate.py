@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import numbers
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from medusa_jax import backbone, decode, sharding
+from medusa_jax import backbone, calibration, decode, linear, sharding, tree_choice
 from medusa_jax import heads as heads_module
 from medusa_jax.completion import Completion, Prompt, completion, messages_of, render
 from medusa_jax.config import MedusaConfig, ModelConfig
 from medusa_jax.decode import Plan
-from medusa_jax.errors import UserError, is_file
+from medusa_jax.errors import UserError
 from medusa_jax.heads import HeadParams
 from medusa_jax.programs import Programs
 from medusa_jax.sampling import SamplingParams, model_defaults, resolve
 from medusa_jax.schedule import Engine, Job, Session, decode_batch
 from medusa_jax.text import TextStream
-from medusa_jax.tree import Tree, load_tree
+from medusa_jax.tree import Tree
+from medusa_jax.tree_choice import AutoTree
 from medusa_jax.weights import checkpoints, fingerprint, hf, hub, shipped
 from medusa_jax.weights.params import abstract_params, load_params
 
 if TYPE_CHECKING:
     from medusa_jax.weights.head_files import HeadCheckpoint
+    from medusa_jax.weights.source import TensorSource
 
 
 class MedusaLM:
@@ -49,7 +49,7 @@ class MedusaLM:
     ) -> None:
         """Params are arrays, or only their shapes as long as nothing but compilation is asked for.
 
-        plan: what a step guesses (see `use`); plain decoding without one.
+        plan: what a step guesses, whatever the batch (see `use`); plain decoding without one.
         """
         self.config = config
         self.tokenizer = tokenizer
@@ -61,14 +61,16 @@ class MedusaLM:
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         shapes = sharding.with_shardings(shapes, sharding.param_shardings(shapes, config, mesh))
         self.heads = heads
-        self.warnings: list[str] = []  # what is odd about the files, but not wrong
+        self._files: tuple[TensorSource, HeadCheckpoint | None] | None = None  # it was loaded from
+        self.warnings: list[str] = []  # what is odd about the files or decides the speed, but is not wrong
         head_shapes = None
         if heads is not None:
             head_shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), heads[1])
             placed = sharding.head_shardings(head_shapes, mesh)
             head_shapes = sharding.with_shardings(head_shapes, placed)
         self.programs = Programs(config, jnp.dtype(dtype), shapes, head_shapes, mesh)
-        self.plan = plan or Plan.plain()
+        self._auto: AutoTree | None = None
+        self._given: Plan | None = plan or Plan.plain()  # None: `_auto` chooses
 
     @classmethod
     def load(
@@ -92,9 +94,11 @@ class MedusaLM:
 
         heads: a folder, a file or a hub id; "medusa" or "conditioned" for those that come with the default
         model, "auto" for the better of them with that model and none with another; None or "none" for none.
-        tree: what `Tree.parse` takes, or "auto". lookup: "on", "off", or "auto", which is on where there are
-        heads or a tree is named. Without heads, tree or lookup the model decodes plainly. Raises UserError
-        for whatever is wrong with the files or the tree.
+        tree: what `Tree.parse` takes, or "auto" (the same as None): by the batch, the tree that gives most
+        tokens per second as `infer.calibrate` measured it, plain decoding where none pays (see
+        `medusa_jax.tree_choice`). lookup: "on", "off", or "auto": as the calibration says; without one it is
+        on where there are heads, or a tree is named, and on accelerators (on a CPU lookup alone is slower
+        than plain decoding). Raises UserError for whatever is wrong with the files or the tree.
         """
         if tree is not None and not isinstance(tree, Tree):
             tree = None if str(tree) == "auto" else Tree.parse(str(tree))
@@ -114,27 +118,34 @@ class MedusaLM:
         dtype = parse_dtype(dtype)
         mesh = sharding.as_mesh(mesh)
         shapes = abstract_params(checkpoint.config, dtype)
+        # Steps of a few rows are what a CPU decodes with; on a mesh of pretended devices speed is no aim.
+        turns = mesh is None and jax.default_backend() == "cpu" and dtype == jnp.float32
+        held = linear.turned(jax.tree.map(lambda leaf: leaf, shapes)) if turns else shapes
         guessing = None
         if opened is not None:
             guessing = opened.config, heads_module.abstract(opened.config, dtype)
         lm = cls(
             checkpoint.config,
-            shapes,
+            held,
             checkpoint.tokenizer(),
             checkpoint.generation_config(),
             dtype,
             mesh,
             guessing,
         )
+        lm._files = checkpoint.source, opened
         lm.warnings += [] if opened is None else opened.warnings
-        use_lookup = lookup in ("on", True) or (lookup == "auto" and (opened is not None or tree is not None))
-        if tree is None and (opened is not None or use_lookup):
-            tree = default_tree(opened, use_lookup)
-        lm.use(tree, lookup=use_lookup)
+        if tree is None:
+            wanted = None if lookup == "auto" else lookup in ("on", True)
+            lm._auto = tree_choice.find(checkpoint.source, opened, wanted, mesh, dtype, lm.warnings)
+            lm._given = None
+        else:
+            lm.use(tree, lookup=lookup in ("auto", "on", True))
         meanwhile = None if expect is None else expect(lm)
         worker = None if meanwhile is None else _Background(meanwhile)
         shardings = sharding.param_shardings(shapes, checkpoint.config, mesh)
-        lm.params = load_params(checkpoint.source, checkpoint.config, dtype, shardings, progress)
+        params = load_params(checkpoint.source, checkpoint.config, dtype, shardings, progress)
+        lm.params = linear.turned(params) if turns else params
         if opened is not None:
             layers, token_map = opened.read(dtype)
             table = backbone.unembedding_table(lm.params)
@@ -146,14 +157,44 @@ class MedusaLM:
             worker.join()
         return lm
 
-    def use(self, tree: Tree | None = None, lookup: bool = False) -> None:
+    @property
+    def plan(self) -> Plan:
+        """What a step of one greedy row guesses; one that is set holds for every batch."""
+        return self.plan_for()
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._given = plan
+
+    def plan_for(self, batch: int = 1, temperature: float = 0.0) -> Plan:
+        """What a step guesses with so many rows, of which the hottest has this temperature.
+
+        Where the tree was chosen by hand it is always the same. Where it was not, and none pays, it is plain
+        decoding, and `warnings` says so.
+        """
+        if self._given is not None:
+            return self._given
+        assert self._auto is not None
+        choice = self._auto.choose(batch, temperature)
+        if choice.note is not None and choice.note not in self.warnings:
+            self.warnings.append(choice.note)
+        return choice.plan
+
+    def use(self, tree: Tree | Literal["auto"] | None = None, lookup: bool = False) -> None:
         """Choose what the next steps guess: a tree filled by the heads, if there are any, and by lookup.
 
-        None, or a tree of one node, decodes plainly. Without heads or lookup there is nothing to guess
-        from, and a tree deeper than both reach is cut to what they fill. Raises UserError for the former.
+        None, or a tree of one node, decodes plainly. "auto" goes back to what `load` chose for tree="auto",
+        lookup included. Without heads or lookup there is nothing to guess from, and a tree deeper than both
+        reach is cut to what they fill. Raises UserError for the former, and for "auto" where `load` was given
+        a tree.
         """
+        if isinstance(tree, str):
+            if self._auto is None:
+                raise UserError('tree "auto" needs a model that was loaded with it')
+            self._given = None
+            return
         if tree is None or tree.nodes == 1:
-            self.plan = Plan.plain()
+            self._given = Plan.plain()
             return
         if self.heads is None and not lookup:
             raise UserError("a tree needs guesses: give the model heads, or turn lookup on")
@@ -163,12 +204,32 @@ class MedusaLM:
                 f"the tree is {tree.max_depth} deep and there are {config.num_heads} heads: it is cut to them"
             )
             tree = tree.cut(config.num_heads)
-        self.plan = Plan(tree, config, lookup)
+        self._given = Plan(tree, config, lookup)
+
+    @property
+    def fingerprints(self) -> tuple[dict[str, Any], str | None]:
+        """What tells calibrations of which model and which heads, if any, they are.
+
+        Raises UserError for a model that was not loaded from files, or whose files cannot be read any more.
+        """
+        if self._files is None:
+            raise UserError("the model was not loaded from files; nothing tells it from others")
+        source, heads = self._files
+        own = None if heads is None else calibration.heads_fingerprint(heads)
+        return fingerprint.fingerprint(source), own
+
+    @property
+    def device(self) -> str:
+        """What tells calibrations where steps were timed (see `calibration.device_label`)."""
+        return calibration.device_label(self.mesh, self.programs.dtype)
 
     @property
     def engine(self) -> Engine:
-        """Programs, arrays and plan, as the scheduler takes them."""
-        return Engine(self.programs, self.params, None if self.heads is None else self.heads[1], self.plan)
+        """Programs, arrays and the plan of one greedy row, as the scheduler takes them."""
+        return self._engine(self.plan)
+
+    def _engine(self, plan: Plan) -> Engine:
+        return Engine(self.programs, self.params, None if self.heads is None else self.heads[1], plan)
 
     def encode(self, prompt: Prompt, system: str | None = None, raw: bool = False) -> list[int]:
         """The ids of a prompt: through the chat template, or as it is (`raw`).
@@ -226,12 +287,12 @@ class MedusaLM:
 
     def compile_for(self, jobs: Sequence[Job], batch_size: int = 1, *, streaming: bool = False) -> None:
         """Compile, on several threads, every program that these jobs need (those not compiled yet)."""
-        batch, slots = self._sizes(jobs, batch_size)
-        tasks: list[Callable[[], Any]] = [lambda: self.programs.run(batch, slots, self.plan)]
+        engine, batch, slots = self._sizes(jobs, batch_size)
+        tasks: list[Callable[[], Any]] = [lambda: self.programs.run(batch, slots, engine.plan)]
         chunks = {}
         for job in jobs:
             chunks.setdefault(decode.chunk_for(len(job.prompt_ids)), job)
-        session = Session(self.engine, slots)
+        session = Session(engine, slots)
         for job in chunks.values():
             tasks.append(lambda job=job: session.compile(len(job.prompt_ids), 0))
         longest = max(jobs, key=lambda job: len(job.prompt_ids))
@@ -244,16 +305,18 @@ class MedusaLM:
         for worker in workers:
             worker.join()
 
-    def _sizes(self, jobs: Sequence[Job], batch_size: int) -> tuple[int, int]:
-        """Rows and slots for these jobs: no more rows than jobs, a multiple of the mesh's data axis."""
+    def _sizes(self, jobs: Sequence[Job], batch_size: int) -> tuple[Engine, int, int]:
+        """The engine, rows and slots for these jobs: no more rows than jobs, a multiple of the data axis."""
         batch = min(batch_size, len(jobs))
         if batch > 1:
             batch = min(decode.rows_for(batch), batch_size)
             data = self.mesh.shape["data"] if self.mesh is not None else 1
             batch = -(-batch // data) * data
-        slots = max(self.engine.slots_for(0, len(job.prompt_ids), job.limit) for job in jobs)
+        temperature = max((float(job.params.temperature or 0) for job in jobs), default=0.0)
+        engine = self._engine(self.plan_for(batch, temperature))
+        slots = max(engine.slots_for(0, len(job.prompt_ids), job.limit) for job in jobs)
         self._check_memory(batch, slots)
-        return batch, slots
+        return engine, batch, slots
 
     def _check_memory(self, batch: int, slots: int) -> None:
         """Refuse a cache that is larger than the memory of the devices."""
@@ -311,13 +374,13 @@ class MedusaLM:
         on_done: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
         """`generate`, for jobs made beforehand (`job`) of these prompts."""
-        batch, slots = self._sizes(jobs, batch_size)
+        engine, batch, slots = self._sizes(jobs, batch_size)
         self.compile_for(jobs, batch_size)
         index_of = {id(job): index for index, job in enumerate(jobs)}
         done: dict[int, Completion] = {}
-        for job in decode_batch(self.engine, jobs, batch, slots):
+        for job in decode_batch(engine, jobs, batch, slots):
             index = index_of[id(job)]
-            done[index] = completion(prompts[index], job, self.plan)
+            done[index] = completion(prompts[index], job, engine.plan)
             if on_done is not None:
                 on_done(index, done[index])
         return [done[index] for index in range(len(jobs))]
@@ -343,52 +406,13 @@ class MedusaLM:
 
         Raises UserError when the folder exists and is not empty, or cannot be written.
         """
-        hf.save_pretrained(Path(folder), self.params, self.config, self.tokenizer, self.generation_config)
+        params = linear.restored(self.params)
+        hf.save_pretrained(Path(folder), params, self.config, self.tokenizer, self.generation_config)
 
     def session(self, jobs: Sequence[Job]) -> Session:
         """A row of its own that keeps its cache, large enough for these jobs; it grows when it must."""
-        return Session(self.engine, self._sizes(jobs, 1)[1])
-
-
-# Rank accuracies of published heads (Vicuna-7B, five heads, ranks 0 to 4, from the first implementation's
-# training log), until a calibration replaces them.
-_PUBLISHED_RATES = (
-    (0.560, 0.112, 0.055, 0.033, 0.020),
-    (0.316, 0.108, 0.061, 0.043, 0.034),
-    (0.201, 0.087, 0.060, 0.035, 0.034),
-    (0.147, 0.078, 0.047, 0.039, 0.029),
-    (0.118, 0.069, 0.048, 0.037, 0.028),
-)
-_LOOKUP_DEPTH, _LOOKUP_RATE = 7, 0.1  # a match is rare but goes on for long; not measured
-
-
-TREE_FILE = "tree.json"  # beside heads: the tree that was measured for them
-
-
-def default_tree(heads: HeadCheckpoint | None, lookup: bool) -> Tree:
-    """A tree of 8 nodes on a CPU, where each costs, else of 64, for these heads and lookup.
-
-    Grown from the rates that were measured for the heads, if they come with any, else from published ones.
-    Without heads it is lookup's chain.
-    """
-    if heads is None:
-        return Tree.chain(_LOOKUP_DEPTH)
-    nodes = 8 if jax.default_backend() == "cpu" else 64
-    measured = heads.path / TREE_FILE
-    if is_file(measured):
-        tree, rates = load_tree(measured)
-        return tree if rates is None else Tree.grow(rates, nodes)
-    config = heads.config
-    depth = min(config.num_heads, len(_PUBLISHED_RATES))
-    rates = {
-        path: math.prod(_PUBLISHED_RATES[d][rank] for d, rank in enumerate(path))
-        for length in range(1, depth + 1)
-        for path in itertools.product(range(5), repeat=length)
-    }
-    if lookup:
-        for length in range(1, _LOOKUP_DEPTH + 1):
-            rates[(0,) * length] = max(rates.get((0,) * length, 0.0), _LOOKUP_RATE)
-    return Tree.grow(rates, nodes)
+        engine, _, slots = self._sizes(jobs, 1)
+        return Session(engine, slots)
 
 
 def end_tokens(generation_config: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:

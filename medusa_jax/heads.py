@@ -19,8 +19,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.backbone import Params, over_leading, project
+from medusa_jax.backbone import Params
 from medusa_jax.config import MedusaConfig
+from medusa_jax.linear import over_leading, project
 
 F32 = jnp.dtype(jnp.float32)
 
@@ -108,7 +109,15 @@ def abstract(config: MedusaConfig, dtype: Any) -> HeadParams:
 
 
 def attach(config: MedusaConfig, layers: Params, table: jax.Array, token_map: jax.Array | None) -> HeadParams:
-    """Heads ready to run with a model whose unembedding is table [V, D]: the draft rows are copied once."""
+    """Heads ready to run with a model whose unembedding is table [V, D]: the draft rows are copied once.
+
+    Raises ValueError when token_map is not as long as the configuration says.
+    """
+    if (None if token_map is None else token_map.shape[0]) != config.draft_vocab_size:
+        raise ValueError(
+            f"token_map has shape {getattr(token_map, 'shape', None)}, the draft vocabulary is "
+            f"{config.draft_vocab_size}"
+        )
     shared_draft = token_map is not None and not config.own_unembedding
     return HeadParams(layers, token_map, table[token_map] if shared_draft else None)
 

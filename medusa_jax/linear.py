@@ -1,22 +1,29 @@
 """Products with a weight (flax.linen), in whatever form the parameters hold it.
 
 Beside `weight` [out, in] there may be `scale` and `low`, which make it an int8 one (`quantize`), and `lora_a`
-[r, in], `lora_b` [out, r] and a scalar `lora_dropout` (train/lora.py), whose product is added to it. Their
-presence decides: no configuration speaks of them, and no program without them changes.
+[r, in], `lora_b` [out, r] and a scalar `lora_dropout` (train/lora.py), whose product is added to it. In its
+place there may be `kernel` [in, out], by which a CPU that decodes multiplies faster (`turned`). Presence
+decides: no configuration speaks of them, and no program without them changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from medusa_jax import quantize
 
 # The arrays of one layer, by name.
 Leaves = Mapping[str, jax.Array]
+
+_MANY_ROWS = 64  # from here on a CPU multiplies rows first
+
+_YNNPACK_ROWS = range(25, 128)  # numbers of rows whose products YNNPACK is the faster for
 
 
 def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision:
@@ -27,9 +34,9 @@ def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision:
 def project(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
     """x [..., in] times weight [out, in], giving [..., out].
 
-    On a CPU the product is written weight-first behind a barrier: XLA:CPU re-packs the right-hand
-    matrix of a product at every call, and must not be allowed to turn it round again
-    (docs/benchmarks.md, "Steps on a CPU").
+    On a CPU the product of a few rows is written weight-first behind a barrier: XLA:CPU re-packs the
+    right-hand matrix of a product at every call, and must not be allowed to turn it round again. With many
+    rows what follows would pay more for reading the transposed result (docs/benchmarks.md, "Steps on a CPU").
     """
     rows = x.reshape(-1, x.shape[-1])
     precision = matmul_precision(weight.dtype)
@@ -42,8 +49,58 @@ def project(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = None)
     def rows_first(rows: jax.Array, weight: jax.Array) -> jax.Array:
         return jnp.matmul(rows, weight.T, precision=precision, preferred_element_type=out_dtype)
 
-    product = jax.lax.platform_dependent(rows, weight, cpu=weight_first, default=rows_first)
+    if rows.shape[0] < _MANY_ROWS:
+        product = jax.lax.platform_dependent(rows, weight, cpu=weight_first, default=rows_first)
+    else:
+        product = rows_first(rows, weight)
     return product.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def project_turned(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x [..., in] times kernel [in, out], giving [..., out], on a CPU.
+
+    XLA:CPU gives products to YNNPACK, but a convolution of width 1 becomes a product only after that choice:
+    few rows, and many, cost less in the library that it then goes to (docs/benchmarks.md, "Steps on a CPU").
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    precision = matmul_precision(kernel.dtype)
+    if rows.shape[0] in _YNNPACK_ROWS:
+        product = jnp.matmul(rows, kernel, precision=precision)
+    else:
+        axes = ("NWC", "WIO", "NWC")
+        product = jax.lax.conv_general_dilated(
+            rows[None], kernel[None], (1,), "VALID", dimension_numbers=axes, precision=precision
+        )
+    # The barrier keeps what follows out of the product's library.
+    return jax.lax.optimization_barrier(product).reshape(*x.shape[:-1], kernel.shape[1])
+
+
+def turned(params: Any) -> Any:
+    """A model's parameters, or their shapes, with the matrices of its layers as kernels [in, out].
+
+    Tables of tokens stay. `params` loses each of its matrices as soon as the kernel is there, so that never
+    more than one of them is held twice.
+    """
+    return _exchanged(params, "weight", "kernel")
+
+
+def restored(params: Any) -> Any:
+    """The inverse of `turned`, which leaves `params` whole; other parameters come back as they are."""
+    return _exchanged(jax.tree.map(lambda leaf: leaf, params), "kernel", "weight")
+
+
+def _exchanged(node: Any, old: str, new: str, name: str = "") -> Any:
+    if not isinstance(node, dict):
+        return node
+    if name.endswith("_proj") and old in node:
+        return {new: _transposed(node.pop(old)), **node}
+    return {part: _exchanged(value, old, new, part) for part, value in node.items()}
+
+
+def _transposed(matrix: Any) -> Any:
+    if isinstance(matrix, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(matrix.shape[::-1], matrix.dtype)
+    return jnp.asarray(np.ascontiguousarray(np.asarray(matrix).T))
 
 
 def over_leading(vector: jax.Array, like: jax.Array) -> jax.Array:
@@ -84,10 +141,14 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., in] -> [..., out]."""
-        shape = (self.features, x.shape[-1])
-        weight = self.param("weight", nn.initializers.normal(0.02), shape, self.param_dtype)
-        leaves = self.variables["params"]
-        y = _widened_product(x, leaves) if quantize.is_quantized(leaves) else project(x, weight)
+        if self.has_variable("params", "kernel"):
+            leaves = self.variables["params"]
+            y = project_turned(x, leaves["kernel"])
+        else:
+            shape = (self.features, x.shape[-1])
+            weight = self.param("weight", nn.initializers.normal(0.02), shape, self.param_dtype)
+            leaves = self.variables["params"]
+            y = _widened_product(x, leaves) if quantize.is_quantized(leaves) else project(x, weight)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype)
             y = y + over_leading(bias, y)

@@ -253,23 +253,27 @@ def load_tree(path: str | Path) -> tuple[Tree, dict[RankPath, float] | None]:
     Other fields of the object are the writer's own. Returns the tree and its rates (None: it has none).
     Raises UserError naming the file when it is missing, not JSON, of another form or not a tree.
     """
-    value = read_json_value(Path(path))
+    return tree_of(read_json_value(Path(path)), str(path))
+
+
+def tree_of(value: Any, name: str) -> tuple[Tree, dict[RankPath, float] | None]:
+    """The tree and its rates of what a tree file holds; raises UserError, `name` in front, as `load_tree`."""
     if isinstance(value, dict):
         if "paths" not in value:
-            raise UserError(f'{path}: the object has no "paths"')
+            raise UserError(f'{name}: the object has no "paths"')
         paths, rates = value["paths"], value.get("hit_rates")
     else:
         paths, rates = value, None
     if not isinstance(paths, list):
-        raise UserError(f"{path}: expected a list of paths, found {type(paths).__name__}")
-    tree = Tree.from_paths(paths, str(path))
+        raise UserError(f"{name}: expected a list of paths, found {type(paths).__name__}")
+    tree = Tree.from_paths(paths, name)
     if rates is None:
         return tree, None
     if not isinstance(rates, list) or len(rates) != len(paths):
         found = len(rates) if isinstance(rates, list) else type(rates).__name__
-        raise UserError(f'{path}: "hit_rates" is {found}, expected a list of {len(paths)}, one for each path')
+        raise UserError(f'{name}: "hit_rates" is {found}, expected a list of {len(paths)}, one for each path')
     hit_rates = {tuple(path): rate for path, rate in zip(paths, rates, strict=True)}
-    check_rates(hit_rates, str(path))
+    check_rates(hit_rates, name)
     return tree, {path: float(hit_rates[path]) for path in tree.paths}
 
 

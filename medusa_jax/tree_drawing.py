@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,72 @@ def _draw(axes: Any, tree: Tree, place: dict[RankPath, tuple[float, float]], hit
         else:
             axes.text(x - 0.2, y, str(path[-1]), **centred, size=9, color=INK)
             axes.text(x + 0.1, y, f"{_percent(hit_rates[path])} %", **centred, size=7.5, color=MUTED)
+
+
+def curves_to_png(result: Mapping[str, Any], path: str | Path) -> None:
+    """Draw what `infer.calibrate` measured: tokens per step, step time and tokens per second by nodes.
+
+    result: a calibration as its file holds it; of its devices the one it was made on is shown, a line a
+    batch; the chosen size has a ring. Without times only the first is drawn. Raises UserError when matplotlib
+    is not installed, and when the file cannot be written.
+    """
+    try:
+        from matplotlib import colormaps
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+    except ImportError:
+        raise UserError(f"{path}: drawing needs matplotlib: pip install 'medusa-jax[plot]'") from None
+    device = result["device"]
+    times = result["step_seconds"].get(device, {})
+    batches = sorted(times, key=int)
+    panels = 3 if batches else 1
+    figure = Figure(figsize=(0.4 + 4.6 * panels, 4.2), facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    marks: dict[str, Any] = {"markersize": 3.5, "linewidth": 1.3}
+
+    def points(row: Mapping[str, float]) -> tuple[list[int], list[float]]:
+        sizes = sorted(map(int, row))
+        return sizes, [row[str(size)] for size in sizes]
+
+    shades = colormaps["cividis"]
+    for number, (name, fields) in enumerate(result["sources"].items()):
+        sizes, values = points(fields["tokens_per_step"])
+        line = f"o{('-', '--', '-.')[number % 3]}"
+        axes[0].plot(sizes, values, line, color=shades(0.4 * number), label=name, **marks)
+    axes[0].set_ylabel("tokens per step")
+    axes[0].legend(frameon=False, title="guesses from")
+    gains = result["sources"][result["source"]]["tokens_per_step"]
+    for number, batch in enumerate(batches):
+        # The yellow end of cividis is too pale on white.
+        colour = shades(0.85 * number / max(len(batches) - 1, 1))
+        style = {"color": colour, "label": batch, **marks}
+        sizes, seconds = points(times[batch])
+        axes[1].plot(sizes, [1000 * value for value in seconds], "o-", **style)
+        speed = {
+            n: int(batch) * gains[str(n)] / s for n, s in zip(sizes, seconds, strict=True) if str(n) in gains
+        }
+        axes[2].plot(list(speed), list(speed.values()), "o-", **style)
+        best = result["chosen"][device][batch]
+        axes[2].plot(best, speed[best], "o", color=colour, markersize=10, fillstyle="none")
+    if batches:
+        axes[1].set_ylabel(f"milliseconds of a step ({device})")
+        axes[2].set_ylabel("tokens per second, all rows (ring: chosen)")
+        axes[2].legend(frameon=False, title="batch", loc="upper right")
+        for one in axes[1:]:
+            one.set_ylim(bottom=0)
+    ticks = sorted({int(n) for fields in result["sources"].values() for n in fields["tokens_per_step"]})
+    for one in axes:
+        one.set_xscale("log", base=2)
+        one.xaxis.set_major_locator(FixedLocator(ticks))
+        one.xaxis.set_minor_locator(NullLocator())
+        one.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
+        one.set_xlabel("nodes of the tree")
+        one.grid(color="#e6e8ee", linewidth=0.8)
+        one.set_axisbelow(True)
+        for side in ("top", "right"):
+            one.spines[side].set_visible(False)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=DPI)
+    write_atomically(Path(path), picture.getvalue())

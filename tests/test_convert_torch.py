@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import tiny
 from safetensors.numpy import load_file
-from test_convert import BF16, F32, D, M, V, model, own, run, table_of, values  # noqa: F401
+from test_convert import BF16, F32, D, M, V, model, own, run, source, table_of, values  # noqa: F401
 
 from medusa_jax import heads as heads_module
 from medusa_jax.weights import torch_files
+from medusa_jax.weights.head_files import open_heads
 
 pytestmark = pytest.mark.torch
 
@@ -121,6 +122,28 @@ def test_torch_runs_the_same_heads(tmp_path, model, to, L, has_own):  # noqa: F8
             found.append(runner(x, torch.tensor(table)))
     for scores in found:
         np.testing.assert_allclose(scores.detach().numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix"), [("v1.0", "medusa_head."), ("mlc", "medusa_head."), ("modelopt", "medusa_heads.")]
+)
+@pytest.mark.parametrize("L", [1, 2])
+def test_torch_runs_what_is_only_read(tmp_path, kind, prefix, L):
+    """Layouts that are sources and no targets."""
+    torch, Reference, _ = modules()
+    config, layers, _ = values(own_unembedding=True, num_layers=L)
+    folder = source(kind, tmp_path / "source", layers, L)
+    tensors = load_file(folder / "model.safetensors")
+    runner = Reference(L, True)
+    runner.heads.load_state_dict(
+        {n.removeprefix(prefix): torch.tensor(t) for n, t in tensors.items() if n.startswith(prefix)}
+    )
+    opened = open_heads(folder)
+    assert opened.config == config
+    unread = np.zeros((V, D), F32)
+    expected = ours(config, opened.read(F32)[0], None, unread, STATES)
+    found = runner(torch.tensor(STATES), torch.tensor(unread)).detach().numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_torch_runs_the_same_draft_vocabulary(tmp_path, model):  # noqa: F811

@@ -151,6 +151,14 @@ def test_heads_with_a_draft_vocabulary_score_its_tokens():
     np.testing.assert_allclose(few, every[:, :, MAP], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("length", [None, 7, 9])
+def test_a_draft_vocabulary_of_another_size_than_the_configuration_s_is_refused(length):
+    config = MedusaConfig(2, 1, 16, 32, draft_vocab_size=8)
+    token_map = None if length is None else jnp.arange(length, dtype=jnp.int32)
+    with pytest.raises(ValueError, match="the draft vocabulary is 8"):
+        heads.init(config, jnp.zeros((32, 16)), jnp.float32, token_map)
+
+
 @pytest.mark.parametrize(("layers", "conditioned"), [(1, False), (3, True)])
 def test_each_array_belongs_to_one_head(layers, conditioned):
     _, _, table, hidden = base_model("float32")

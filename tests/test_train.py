@@ -91,13 +91,20 @@ def test_a_run_leaves_heads_a_log_and_its_settings(model, data, tmp_path):
     assert not lm.warnings
     plain = tiny.lm().generate("What is rain?", SamplingParams(max_new_tokens=20))[0]
     assert lm.generate("What is rain?", SamplingParams(max_new_tokens=20))[0].token_ids == plain.token_ids
-    from_checkpoint = open_heads(
-        output / "checkpoints" / "6", hidden_size=32, vocab_size=tiny.config().vocab_size
-    )
+    sizes = {"hidden_size": 32, "vocab_size": tiny.config().vocab_size}
+    kept = open_heads(output / "checkpoints" / "6", **sizes)
+    done = open_heads(output / "heads", **sizes)
+    assert kept.config == done.config
     assert (
-        from_checkpoint.config
-        == open_heads(output / "heads", hidden_size=32, vocab_size=tiny.config().vocab_size).config
+        kept.metadata.keys() == done.metadata.keys() == {"base_model", "model_fingerprint", "step", "metrics"}
     )
+    assert kept.metadata["step"] == 6
+    by_kind = {line["kind"]: line for line in log}  # the last of each
+    for kind, named in (("train", "training"), ("validation", "validation")):
+        assert by_kind[kind] | kept.metadata["metrics"][named] == by_kind[kind]
+    best = min((line for line in log if line["kind"] == "validation"), key=lambda line: line["loss"])
+    assert done.metadata["step"] == best["step"]
+    assert best | done.metadata["metrics"]["validation"] == best
 
 
 def test_untrained_heads_begin_as_the_model(model, data, tmp_path):

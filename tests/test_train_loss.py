@@ -169,25 +169,34 @@ def test_gradients_of_chunks_are_those_of_the_whole():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
 
 
-def test_logits_of_a_batch_never_exist():
-    """The compiled step holds no array of B x T x V' numbers."""
-    config = MedusaConfig(2, 1, D, V)
-    B, T, chunk = 4, 64, 8
-    hidden = jnp.zeros((B, T, D))
-    table = jnp.zeros((V, D))
+@pytest.mark.parametrize("chunk", [8, 64])
+def test_logits_of_a_batch_never_exist(chunk):
+    """Temporaries of the compiled gradient stay under B x T x V numbers; with a chunk as long as a row not."""
+    wide, B, T, M = 4096, 4, 64, 2
+    config = MedusaConfig(M, 1, D, wide)
+    hidden, table = jnp.zeros((B, T, D)), jnp.zeros((wide, D))
     batch = batch_of(np.random.default_rng(0), B, T)
 
     def value(layers):
         params = heads.HeadParams(layers, None, None)
-        weights = jnp.ones((2,))
-        return heads_loss(
-            params, config, hidden, None, batch, lambda z: [(z, table)], None, weights, 0.0, chunk
-        )[0]
+        tables = lambda z: [(z, table)]  # noqa: E731
+        return heads_loss(params, config, hidden, None, batch, tables, None, jnp.ones((M,)), 0.0, chunk)[0]
 
-    text = jax.jit(jax.grad(value)).lower(head_params(config)).as_text()
-    assert f"{B}x{chunk}x{V}x" in text
-    assert f"{B}x{T}x{V}x" not in text
-    assert f"{B * T}x{V}x" not in text
+    lowered = jax.jit(jax.grad(value)).lower(head_params(config))
+    text, temporaries = lowered.as_text(), lowered.compile().memory_analysis().temp_size_in_bytes
+    assert f"{B}x{chunk}x{wide}x" in text
+    small = chunk < T
+    assert (temporaries < 4 * B * T * wide) == small
+    assert (f"{B}x{T}x{wide}x" not in text and f"{B * T}x{wide}x" not in text) == small
+
+
+@pytest.mark.parametrize("kind", ["frozen", "lora", "full"])
+def test_logits_of_a_batch_never_exist_in_a_step(kind):
+    run, state, _, _ = setup(kind, model_loss={"frozen": "none", "lora": "teacher", "full": "tokens"}[kind])
+    B, T = 4, 40
+    text = jax.jit(run).lower(state, batches_of(1, B, T)).as_text()
+    assert f"{B}x8x{V}x" in text  # a chunk's
+    assert not [size for size in (f"{B}x{T}x{V}x", f"{B * T}x{V}x") if size in text]
 
 
 def test_shift():

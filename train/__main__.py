@@ -156,7 +156,7 @@ def _train(
         params,
         tokenizer,
         checkpoint.generation_config(),
-        metadata | {"steps": int(done.step), "validation": values},
+        metadata | {"step": int(done.step), "metrics": {"validation": values} if values else {}},
         text,
     )
     cli.note(

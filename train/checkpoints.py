@@ -63,29 +63,37 @@ class Checkpoints:
             )
 
     def save(
-        self, state: TrainState, run: Mapping[str, Any], metric: float | None, *, wait: bool = False
+        self,
+        state: TrainState,
+        run: Mapping[str, Any],
+        metric: float | None,
+        metrics: Mapping[str, Any],
+        *,
+        wait: bool = False,
     ) -> None:
         """Save after `state.step` steps. run: JSON. metric: smaller is better; None where none was taken.
 
-        Writing goes on in the background unless `wait`. Raises UserError when it fails, a former one too.
+        metrics: JSON, kept with the heads, as the step is. Writing goes on in the background unless `wait`.
+        Raises UserError when it fails, a former one too.
         """
         step = int(state.step)
         with checkpoint.orbax(f"{self.folder}: checkpoint {step} cannot be written") as ocp:
             if step in self._manager.all_steps():
                 return
+            metadata = {**self.metadata, "step": step, "metrics": dict(metrics)}
             named: dict[str, Any] = {"layers": state.trained.heads}
             if self.token_map is not None:
                 named["token_map"] = self.token_map
             items = {
                 _HEADS: ocp.args.PyTreeSave(_without_empty(named)),
-                _CONFIG: ocp.args.JsonSave(describe(self.heads, self.metadata)),
+                _CONFIG: ocp.args.JsonSave(describe(self.heads, metadata)),
                 _OPTIMIZER: ocp.args.PyTreeSave(_named(_optimizer(state))),
                 _RUN: ocp.args.JsonSave(dict(run)),
             }
             if state.trained.backbone is not None:
                 items[_BACKBONE] = ocp.args.PyTreeSave(_named(state.trained.backbone))
-            metrics = None if metric is None else {"loss": metric}
-            self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
+            best = None if metric is None else {"loss": metric}
+            self._manager.save(step, args=ocp.args.Composite(**items), metrics=best, force=True)
             if wait:
                 self._manager.wait_until_finished()
 

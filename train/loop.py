@@ -143,30 +143,32 @@ class Loop:
             if step + 1 < plan.steps:
                 fetched = next(order)
             if pending is not None:
-                began = self._read(pending, began)
+                began, _ = self._read(pending, began)
             pending = _Pending(step + 1, metrics, here)
             last = step + 1 == plan.steps
             stopping = stop.asked(step + 1)
             saves = last or stopping or (step + 1) % options.save_every == 0
             if saves or (options.evaluate_every and (step + 1) % options.evaluate_every == 0):
-                self._read(pending, began)
+                metrics = {"training": self._read(pending, began)[1]}
                 pending = None
                 value = None
                 if not stopping and (
                     last or (options.evaluate_every and (step + 1) % options.evaluate_every == 0)
                 ):
                     value = self.validate(state, step + 1)
+                if value is not None:
+                    metrics["validation"] = self.last_values
                 if saves or value is not None:
                     run = {"data": position, "options": plan.config.flat(), "values": self.last_values}
                     run["rows"] = fingerprint
                     run["seconds"] = time.perf_counter() - self.began
-                    self.checkpoints.save(state, run, value, wait=stopping or last)
+                    self.checkpoints.save(state, run, value, metrics, wait=stopping or last)
             if stopping and not last:
                 return None
         return state
 
-    def _read(self, pending: _Pending, began: float) -> float:
-        """Report a step that has been dispatched; returns the time at which it was done."""
+    def _read(self, pending: _Pending, began: float) -> tuple[float, dict[str, float]]:
+        """Report a step that has been dispatched; returns the time at which it was done, and its values."""
         metrics = jax.device_get(pending.metrics)
         now = time.perf_counter()
         if not metrics.finite:
@@ -178,8 +180,9 @@ class Loop:
         plan = self.programs.plan
         tokens = plan.config.optimizer.batch_size * plan.config.data.sequence_length
         due = pending.step % plan.config.run.log_every == 0 or pending.step in (1, plan.steps)
-        self.report.step(pending.step, values_of(metrics), tokens / max(now - began, 1e-9), log=due)
-        return now
+        values = values_of(metrics)
+        self.report.step(pending.step, values, tokens / max(now - began, 1e-9), log=due)
+        return now, values
 
     def validate(self, state: TrainState, step: int) -> float | None:
         """The weighted loss over the documents held out; None where there are none."""

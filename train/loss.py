@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax import heads
-from medusa_jax.backbone import over_leading, project
 from medusa_jax.config import MedusaConfig
 from medusa_jax.heads import HeadParams
+from medusa_jax.linear import over_leading, project
 
 F32 = jnp.dtype(jnp.float32)
 TOP = 5  # accuracies are counted for the 1 to 5 likeliest tokens

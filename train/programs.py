@@ -85,7 +85,9 @@ class Programs:
         """(params, batch [B, T]) -> hidden states [B, T, D] bfloat16; params given as shapes."""
 
         def program(params: Any, batch: Batch) -> jax.Array:
-            return steps.hidden_of(self.plan.objective, params, batch).astype(jnp.bfloat16)
+            objective = self.plan.objective
+            ready = objective.gather_embedding(params)
+            return steps.hidden_of(objective, ready, batch).astype(jnp.bfloat16)
 
         return jax.jit(program).lower(params, self.rows(rows)[0]).compile()
 

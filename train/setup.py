@@ -173,6 +173,7 @@ class Plan:
             chunk=c.run.loss_chunk,
             remat=c.run.remat and trains,
             gather=partial(sharding.gathered, config=self.model, mesh=self.mesh),
+            gather_embedding=partial(sharding.gathered_embedding, config=self.model, mesh=self.mesh),
         )
 
     @property

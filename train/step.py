@@ -105,16 +105,25 @@ class Objective:
     dropout: float = 0.0  # of the heads' input
     chunk: int = 128
     remat: bool = False
-    gather: Callable[[Any], Any] = _same  # makes parameters ready to compute with, from where they are kept
+    gather: Callable[[Any], Any] = _same  # heads and tables made ready to compute with
+    gather_embedding: Callable[[Any], Any] = _same  # a model's embedding, before tokens are looked up
 
     def model(self, trained: lora.Adapters | Params | None, frozen: Frozen) -> Params | None:
         """The parameters of the model as it now is, in the dtype of the computation."""
         if trained is None:
-            return None if frozen.params is None else self.gather(frozen.params)
+            return None if frozen.params is None else self.gather_embedding(frozen.params)
         if isinstance(trained, lora.Adapters):
             assert frozen.params is not None
-            return self.gather(lora.attach(frozen.params, trained, self.dtype))
-        return self.gather(jax.tree.map(lambda leaf: leaf.astype(self.dtype), trained))
+            return lora.attach(self.gather_embedding(frozen.params), trained, self.dtype)
+        return self.gather_embedding(jax.tree.map(lambda leaf: leaf.astype(self.dtype), trained))
+
+    def unembed_terms(
+        self, params: Params, hidden: jax.Array, dropout: jax.Array | None = None
+    ) -> list[Term]:
+        """`backbone.unembed_terms`, with tables that are ready to compute with."""
+        if "lm_head" in params:
+            params = params | self.gather({"lm_head": params["lm_head"]})
+        return backbone.unembed_terms(params, self.config, hidden, dropout)
 
 
 def hidden_of(
@@ -218,7 +227,7 @@ def _shared_tables(
             terms = [(z, objective.gather({"table": frozen.table})["table"])]
         else:
             still = jax.lax.stop_gradient(params)
-            terms = backbone.unembed_terms(still, objective.config, z)
+            terms = objective.unembed_terms(still, z)
         if frozen.token_map is None:
             return terms
         return [(x, table[frozen.token_map]) for x, table in terms]
@@ -241,13 +250,13 @@ def _model_loss(
     adapted: the unembedding itself is frozen, and only what LoRA adds to it is trained.
     """
     learns = model_targets(batch)
-    terms = backbone.unembed_terms(params, objective.config, hidden, dropout=key)
+    terms = objective.unembed_terms(params, hidden, key)
     taught: list[Term] = []
     if objective.model_loss == "teacher":
         assert frozen.params is not None
-        teacher = objective.gather(frozen.params)
+        teacher = objective.gather_embedding(frozen.params)
         still = jax.lax.stop_gradient(hidden_of(objective, teacher, batch))
-        taught = backbone.unembed_terms(teacher, objective.config, still)
+        taught = objective.unembed_terms(teacher, still)
     tables = [table for _, table in terms]
     frozen_tables, trained_tables = (tables[:1], tables[1:]) if adapted else ([], tables)
     fixed_xs = {

@@ -12,7 +12,7 @@ import numpy as np
 
 from medusa_jax import checkpoint
 from medusa_jax.errors import UserError, is_file, is_folder, stat_of
-from medusa_jax.weights import checkpoints, fingerprint, head_cards, head_changes, hf
+from medusa_jax.weights import checkpoints, fingerprint, head_cards, head_changes, hf, trained
 from medusa_jax.weights.checkpoints import Checkpoint
 from medusa_jax.weights.head_check import CheckError, largest_difference
 from medusa_jax.weights.head_files import HeadCheckpoint, check_target, open_heads, save_heads
@@ -120,7 +120,28 @@ def open_source(options: Options, note: Note) -> tuple[HeadCheckpoint, Checkpoin
     if model is not None:
         for line in fingerprint.warnings(heads.metadata, model.source, str(heads.path)):
             note(f"note: {line}")
+    if checkpoint.holds_backbone(heads.path):
+        return _with_trained(heads, model, options)
     return heads, model
+
+
+def _with_trained(
+    heads: HeadCheckpoint, model: Checkpoint | None, options: Options
+) -> tuple[HeadCheckpoint, Checkpoint]:
+    """Heads from the checkpoint of a run that trains its model too, and that model. Raises UserError."""
+    if model is None:
+        raise UserError(
+            f"{heads.path}: the run trained its model too, and the heads belong to that one; "
+            "give the model that it began with as --model"
+        )
+    if options.to in ("reference", "tgi") and options.base_name is None:
+        raise UserError(
+            f"{heads.path}: the run trained its model too, and no folder holds that one yet; write it with "
+            "--to hf and convert what that gives, or say with --base-name where it is"
+        )
+    model = trained.opened(model, heads.path, options.dtype)
+    metadata = heads.metadata | {fingerprint.KEY: fingerprint.fingerprint(model.source)}
+    return dataclasses.replace(heads, metadata=metadata), model
 
 
 def summary(heads: HeadCheckpoint) -> str:
@@ -130,6 +151,7 @@ def summary(heads: HeadCheckpoint) -> str:
     kind = "conditioned heads" if c.conditioned else "heads"
     draft = f", {c.draft_vocab_size:,} tokens scored" if c.draft_vocab_size is not None else ""
     layers = f"{c.num_layers} layer{'' if c.num_layers == 1 else 's'}"
+    kind = kind.removesuffix("s") if c.num_heads == 1 else kind
     return f"{heads.kind}, {c.num_heads} {kind} of {layers}, {unembedding}{draft}, {heads.dtype}"
 
 
@@ -162,6 +184,8 @@ def _base_name(options: Options, heads: HeadCheckpoint, model: Checkpoint | None
     trained = heads.path.resolve().parent / MODEL_IN_RUN if heads.path.name == IN_RUN else None
     if model is not None and model.path.resolve() == trained:
         return str(trained)
+    if checkpoint.holds_backbone(heads.path) and options.to in ("vllm", "trtllm"):
+        return None
     if "base_model" in heads.metadata:
         return heads.metadata["base_model"]
     if model is None or options.model == DEFAULT_MODEL:

@@ -11,7 +11,7 @@ from typing import Any
 from medusa_jax.errors import shown
 from medusa_jax.weights import fingerprint, head_changes
 from medusa_jax.weights.checkpoints import Checkpoint
-from medusa_jax.weights.head_files import HeadCheckpoint, open_heads
+from medusa_jax.weights.head_files import FORMAT, HeadCheckpoint, open_heads
 from medusa_jax.weights.lazy import is_finite
 
 _WIDTH = 16
@@ -51,7 +51,15 @@ def describe(
         ("base model", opened.metadata.get("base_model", "not told")),
     ):
         yield f"{name:<{_WIDTH}}{value}"
+    for name, value in opened.metadata.items():
+        if name == "metrics" and isinstance(value, Mapping):
+            for part, values in value.items():
+                yield f"{'metadata':<{_WIDTH}}{part}: {_short(_rounded(values))}"
+        elif name != "base_model":
+            yield f"{'metadata':<{_WIDTH}}{name}: {'...' if name == fingerprint.KEY else _short(value)}"
     for name, value in opened.settings.items():
+        if name == "metadata" and opened.settings.get("format") == FORMAT:
+            continue
         yield f"{'config':<{_WIDTH}}{name}: {_short(value)}"
     problems = [*opened.warnings, *_problems(opened, model, bar)]
     for problem in problems or ["none found"]:
@@ -69,9 +77,16 @@ def _unembedding(opened: HeadCheckpoint, scored: str) -> str:
     return f"the model's, shared{', with a copy in the files' if opened.table is not None else ''}{draft}"
 
 
+def _rounded(values: Any) -> Any:
+    """Metrics, to as many digits as one reads."""
+    if not isinstance(values, Mapping):
+        return values
+    return {
+        name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in values.items()
+    }
+
+
 def _short(value: Any) -> str:
-    if isinstance(value, Mapping) and fingerprint.KEY in value:
-        value = {**value, fingerprint.KEY: "..."}
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (ValueError, RecursionError):

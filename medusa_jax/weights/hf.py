@@ -3,46 +3,27 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-import shutil
-import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from medusa_jax.config import ModelConfig, config_json
 from medusa_jax.errors import UserError, is_file, is_folder, read_json, require_file, shown, user_path
+from medusa_jax.weights.lazy import CODES, write_safetensors
 from medusa_jax.weights.params import EMBEDDING, Params, check_tensors, expected_shapes, flatten
 from medusa_jax.weights.source import Index, TensorInfo
+from medusa_jax.weights.staging import staged
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_DTYPES = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "I16": np.dtype(np.int16),
-    "I8": np.dtype(np.int8),
-    "U64": np.dtype(np.uint64),
-    "U32": np.dtype(np.uint32),
-    "U16": np.dtype(np.uint16),
-    "U8": np.dtype(np.uint8),
-    "BOOL": np.dtype(np.bool_),
-}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 class SafetensorsCheckpoint:
@@ -178,10 +159,10 @@ def save_pretrained(
 ) -> None:
     """Write a model as a folder that Hugging Face libraries read; element types stay as they are.
 
-    `params` is a nested dict of NumPy or JAX arrays, sharded or not, exactly as `expected_shapes(config)`
-    has it. Tensors are brought to the host one at a time. The folder appears under its name only when it
-    is whole. Raises UserError when `folder` exists and is not empty, when the parameters do not fit the
-    configuration, or when writing fails.
+    `params` is a nested dict of NumPy, lazy or JAX arrays, sharded or not, exactly as
+    `expected_shapes(config)` has it. Tensors are brought to the host one at a time, lazy ones block by
+    block. The folder appears under its name only when it is whole. Raises UserError when `folder` exists
+    and is not empty, when the parameters do not fit the configuration, or when writing fails.
     """
     folder = _free_folder(folder)
     arrays = flatten(params)
@@ -192,22 +173,14 @@ def save_pretrained(
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
             raise UserError(f"{folder}: parameter {name} is spread over several processes; gather it first")
 
-    partial = folder.with_name(f".{uuid.uuid4().hex}.partial")  # with the folder's name it could be too long
-    try:
-        partial.mkdir(parents=True)
+    with staged(folder) as partial:
         _write_weights(partial, {name: arrays[name] for name in expected}, max_shard_bytes)
-        _write_settings(partial, config, infos[EMBEDDING].dtype, tokenizer, generation_config)
-        if folder.is_dir():
-            folder.rmdir()
-        partial.rename(folder)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"{folder}: cannot be written ({error.strerror or error})") from error
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if "(os error " in str(error):  # how the tokenizers library, written in Rust, reports a full disk
-            raise UserError(f"{folder}: cannot be written ({error})") from error
-        raise
+        try:
+            _write_settings(partial, config, infos[EMBEDDING].dtype, tokenizer, generation_config)
+        except Exception as error:
+            if "(os error " in str(error):  # how the tokenizers library, written in Rust, reports a full disk
+                raise UserError(f"{folder}: cannot be written ({error})") from error
+            raise
 
 
 def _free_folder(folder: str | Path) -> Path:
@@ -268,39 +241,3 @@ def _write_weights(folder: Path, arrays: Mapping[str, Any], max_shard_bytes: flo
     total = sum(array.nbytes for array in arrays.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def write_safetensors(path: Path, arrays: Mapping[str, Any]) -> None:
-    """Write one safetensors file of NumPy or JAX arrays, holding one of them on the host at a time.
-
-    The library's writer wants all tensors of a file in host memory at once. Raises OSError.
-    """
-    # Wide types first, so that every tensor starts at a multiple of its element's size.
-    names = sorted(arrays, key=lambda name: -np.dtype(arrays[name].dtype).itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name in names:
-        shape, dtype = arrays[name].shape, np.dtype(arrays[name].dtype)
-        end = offset + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        _write_data(file, (arrays[name] for name in names))
-
-
-def _write_data(file: BinaryIO, arrays: Iterable[Any]) -> None:
-    for array in arrays:
-        host = _to_host(array)
-        host = host.astype(host.dtype.newbyteorder("<"), copy=False)
-        file.write(np.ascontiguousarray(host).reshape(-1).view(np.uint8).data)
-
-
-def _to_host(array: Any) -> np.ndarray:
-    if not isinstance(array, jax.Array):
-        return np.asarray(array)
-    # A JAX array keeps the host copy that it once made; a second handle on the same buffers takes it along.
-    shards = [shard.data for shard in array.addressable_shards]
-    return np.asarray(jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards))

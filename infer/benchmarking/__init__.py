@@ -1,0 +1,1 @@
+"""The parts of `python -m infer.benchmark`: suites, sides, the journal, figures, scores, reports, plots."""
