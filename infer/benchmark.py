@@ -167,30 +167,29 @@ def run(argv: Sequence[str] | None = None) -> int:
         _require_matplotlib()
     synthetic = args.suite == "synthetic"
     suite = None if synthetic else suites.load(args.suite, args.source, args.turns, args.limit)
-    asking: list[Asking] = []
+    begun: list[tuple[Asking, dict[str, Plan], Journal]] = []
 
     def expect(lm: MedusaLM) -> Callable[[], None]:
+        """Find every mistake before the weights are read."""
+        if args.accuracy and lm.heads is None:
+            raise UserError("--accuracy measures heads, and there are none: give --heads")
         asked = suite
         if asked is None:
             count = args.limit or max(suites.SYNTHETIC, 4 * max(side.batch for side in sides.values()))
             asked = suites.synthetic(lm.tokenizer, count, args.prompt_tokens, args.seed)
-        asking.append(measure.Asking(lm, asked, common, args.system, args.raw))
-        asking[0].check()
+        asking = measure.Asking(lm, asked, common, args.system, args.raw)
+        asking.check()
+        planned = plans(lm, sides, args.lookup)
+        journal = Journal(args.output, _settings(args, asking, planned))
+        begun.append((asking, planned, journal))
         return lambda: None
 
-    lm = _load(args, sides, expect)
-    told = len(lm.warnings)
-    planned = plans(lm, sides, args.lookup)
-    for warning in lm.warnings[told:]:
-        cli.note(f"note: {warning}")
-    if args.accuracy and lm.heads is None:
-        raise UserError("--accuracy measures heads, and there are none: give --heads")
-    asked = asking[0].suite
-    _note_small_batches(len(asked.questions), sides)
-    journal = Journal(args.output, _settings(args, asking[0], sides, planned))
+    _load(args, sides, expect)
+    asking, planned, journal = begun[0]
+    _note_small_batches(len(asking.suite.questions), sides)
     with cli.progress_bar("measuring", unit="batches of prompts") as progress:
-        measure.measure(asking[0], sides, planned, journal, args.rounds, progress)
-    results = collect(args, given, asking[0], sides, planned, journal)
+        measure.measure(asking, sides, planned, journal, args.rounds, progress)
+    results = collect(args, given, asking, sides, planned, journal)
     _write(args, results, sides, journal)
     return 0
 
@@ -249,12 +248,12 @@ def _require_matplotlib() -> None:
         raise UserError("plots need matplotlib: pip install 'medusa-jax[plot]', or give --no-plots")
 
 
-def _load(args: argparse.Namespace, sides: Mapping[str, Side], expect: Callable[[MedusaLM], Any]) -> MedusaLM:
+def _load(args: argparse.Namespace, sides: Mapping[str, Side], expect: Callable[[MedusaLM], Any]) -> None:
     """One model for all sides, with the automatic tree; `plans` makes the others of it."""
     loading = argparse.Namespace(**vars(args))
     loading.plain = not args.accuracy and all(side.plain for side in sides.values())
     loading.tree = "auto"
-    return cli.load_model(loading, expect)
+    cli.load_model(loading, expect)
 
 
 def _note_small_batches(count: int, sides: Mapping[str, Side]) -> None:
@@ -265,9 +264,7 @@ def _note_small_batches(count: int, sides: Mapping[str, Side]) -> None:
             )
 
 
-def _settings(
-    args: argparse.Namespace, asking: Asking, sides: Mapping[str, Side], planned: Mapping[str, Plan]
-) -> dict[str, Any]:
+def _settings(args: argparse.Namespace, asking: Asking, planned: Mapping[str, Plan]) -> dict[str, Any]:
     """All that a figure depends on; a journal of other settings is refused."""
     import hashlib
 

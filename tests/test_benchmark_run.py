@@ -121,26 +121,22 @@ def test_lossy_texts_are_scored_beside_sampled_ones(output, results, lm):
     assert told[SIDES[3]]["mean_log_likelihood"] > told[SIDES[2]]["mean_log_likelihood"]
     first = next(one for one in units(output) if one["side"] == SIDES[2])["answers"][0]
     prompt = lm.encode(QUESTIONS[0]["prompt"])
-    assert scores.log_probs(lm, prompt, first["ids"]) == pytest.approx(
-        by_hand(prompt, first["ids"]), abs=1e-4
-    )
+    wanted = np.asarray(jax.nn.log_softmax(logits_along([*prompt, *first["ids"]])))[len(prompt) - 1 : -1]
+    wanted = wanted[np.arange(len(first["ids"])), first["ids"]]
+    assert scores.log_probs(lm, prompt, first["ids"]) == pytest.approx(wanted, abs=1e-4)
 
 
-def by_hand(prompt, answer):
-    """Log-probabilities of an answer's tokens, one forward each."""
-    lm, found = tiny.lm(), []
-    for at, token in enumerate(answer):
-        logits = logits_behind([*prompt, *answer[:at]])
-        found.append(float(jax.nn.log_softmax(logits)[token]))
-    return found
-
-
-def logits_behind(ids):
+def logits_along(ids):
+    """Logits [T, V] behind each token, in one unpadded forward."""
     lm, T = tiny.lm(), len(ids)
-    hidden, _ = backbone.forward(
-        lm.params, lm.config, jnp.array([ids]), jnp.arange(T)[None], jnp.tri(T, dtype=bool), None
-    )
-    return backbone.unembed(lm.params, lm.config, hidden[:, -1:])[0, 0]
+
+    @jax.jit
+    def forward(params, tokens):
+        causal = jnp.tri(T, dtype=bool)
+        hidden, _ = backbone.forward(params, lm.config, tokens, jnp.arange(T)[None], causal, None)
+        return backbone.unembed(params, lm.config, hidden)[0]
+
+    return np.asarray(forward(lm.params, jnp.array([ids])))
 
 
 def test_untrained_heads_repeat_the_models_token(output, results):
@@ -174,7 +170,7 @@ def test_a_second_turn_follows_plains_answer(files, output, lm):
 
 def test_margins(lm):
     text = lm.encode("What is rain?")
-    logits = np.asarray(logits_behind(text))
+    logits = logits_along(text)[-1]
     assert scores.margin(lm, text, 5, 9, 0.0, 0) == pytest.approx(abs(logits[5] - logits[9]), abs=1e-4)
     seed, place = jnp.array([3], jnp.uint32), jnp.array([[len(text)]])
     noisy = logits / 0.5 + np.asarray(sampling.gumbel(seed, place, lm.config.vocab_size))[0, 0]
@@ -223,15 +219,15 @@ def test_a_difference_is_reported_with_its_margin(files, output, tmp_path):
     for number, line in enumerate(lines):
         one = json.loads(line)
         if (one.get("side"), one.get("block")) == (SIDES[1], 0):
-            right = one["answers"][0]["ids"][4]
-            one["answers"][0]["ids"][4] = (right + 1) % 300 + 3
+            right = one["answers"][0]["ids"][1]
+            one["answers"][0]["ids"][1] = (right + 1) % 300 + 3
             lines[number] = json.dumps(one)
     (tmp_path / "journal.jsonl").write_text("\n".join(lines) + "\n")
     assert benchmark.run(flags(files, tmp_path, "--no-plots")) == 0
     found = json.loads((tmp_path / "results.json").read_text())["sides"][SIDES[1]]["identity"]
     assert found["identical"] == 3
     (difference,) = found["differences"]
-    assert (difference["question"], difference["position"], difference["plain"]) == (0, 4, right)
+    assert (difference["question"], difference["position"], difference["plain"]) == (0, 1, right)
     assert difference["margin"] > scores.NEAR_TIE
     assert not difference["near_tie"]
     assert "3 of 4 answers identical" in (tmp_path / "results.md").read_text()

@@ -171,7 +171,7 @@ def test_gradients_of_chunks_are_those_of_the_whole():
 
 @pytest.mark.parametrize("chunk", [8, 64])
 def test_logits_of_a_batch_never_exist(chunk):
-    """Temporaries of the compiled gradient stay under B x T x V numbers; with a chunk as long as a row not."""
+    """Temporaries of a compiled gradient stay under B x T x V numbers; not with a chunk as long as a row."""
     wide, B, T, M = 4096, 4, 64, 2
     config = MedusaConfig(M, 1, D, wide)
     hidden, table = jnp.zeros((B, T, D)), jnp.zeros((wide, D))
