@@ -30,6 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from peer_models import torch_generate, torch_model
 from rich.console import Console
 from rich.table import Table
 
@@ -230,30 +231,10 @@ def bench_generate(lm: MedusaLM, rounds: int, peer: bool) -> dict[str, float]:
 
 def _torch_side(lm: MedusaLM, ids: Sequence[int]) -> tuple[Work, list[int]]:
     """transformers' own greedy generate over the same float32 weights, and where its ids appear."""
-    import torch  # pyright: ignore[reportMissingImports] - an extra
-    from transformers import AutoModelForCausalLM
-
-    from medusa_jax.weights import hf
-
-    torch.set_num_threads(os.cpu_count() or 1)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model"
-        hf.save_pretrained(path, lm.params, lm.config)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    prompt = torch.tensor([list(ids)])
-    found: list[int] = []
+    model, found = torch_model(lm), []
 
     def generate() -> None:
-        with torch.inference_mode():
-            out = model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                do_sample=False,
-                max_new_tokens=NEW_TOKENS,
-                eos_token_id=list(lm.end_tokens),
-                pad_token_id=lm.end_tokens[0],
-            )
-        found[:] = out[0, len(ids) :].tolist()
+        found[:] = torch_generate(model, lm, ids, NEW_TOKENS)
 
     return generate, found
 

@@ -28,6 +28,7 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{\s*$")
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_GOES_ON = "async_collective_fusion"  # what XLA:TPU calls such computations
 TINY = 4096  # bytes: up to it a collective's price is its latency
 
 # No traffic of their own: names for buffers that exist, or bookkeeping.
@@ -424,9 +425,14 @@ class _Counter:
             yield kind, max(moved, sum(array.size for array in results))
             return
         inner = x.attribute("calls") or x.attribute("called_computations")
-        if inner in self.computations:
+        if inner in self.computations and not self.goes_on(inner):
             for y in self.computations[inner].values():
                 yield from self.collectives(inner, y)
+
+    def goes_on(self, inner: str) -> bool:
+        """Whether a computation names a gather that has begun before: beside a product, or where it ends."""
+        ends = any("AsyncCollectiveDone" in x.attributes for x in self.computations[inner].values())
+        return ends or inner.startswith(_GOES_ON)
 
 
 def arrays_hbm(arrays: tuple[Array, ...]) -> float:

@@ -252,6 +252,27 @@ def test_collectives_by_kind_with_tiny_ones_apart():
     }
 
 
+def test_a_gather_that_goes_on_beside_products_counts_once():
+    whole, part = "bf16[64,128]{1,0}", "bf16[64,8]{1,0}"
+    inner = f"""
+        %a = {part} parameter(0)
+        %g = {whole} all-gather(%a), channel_id=3, dimensions={{1}}
+        ROOT %c = ({part}, {whole}) custom-call(%g), custom_call_target="AsyncCollectiveSTEP"
+    """
+    text = program(
+        f"""
+        %p = {part} parameter(0)
+        %s = ({part}, {whole}) fusion(%p), kind=kCustom, calls=%start
+        %o = ({part}, {whole}) fusion(%p), kind=kOutput, calls=%async_collective_fusion.7
+        ROOT %e = ({part}, {whole}) fusion(%p), kind=kOutput, calls=%done
+        """,
+        computation("start", inner.replace("STEP", "Start")),
+        computation("async_collective_fusion.7", inner.replace("STEP", "Step")),
+        computation("done", inner.replace("STEP", "Done")),
+    )
+    assert count(text).collectives == {"all-gather": (1, 16384)}
+
+
 def test_collectives_in_a_loop_are_multiplied():
     body = BODY.replace("negate(%v)", "all-reduce(%v), to_apply=%add")
     text = program(LOOP, body, condition("%e = s32[] constant(7)"))
