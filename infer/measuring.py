@@ -26,7 +26,6 @@ Ranks = Sequence[np.ndarray]  # [places, depth] of each answer, as `replay.combi
 Progress = Callable[[int, int], None] | None
 
 LOOKUP_DEPTH = 7
-BUCKET = 64  # texts are padded to multiples of it
 ROWS = 32  # that answer at a time
 # Steps of this tree say how much each place counts. Counted alike, places amid what a step has just
 # accepted buy depth that no step gets to see: trees of 8 nodes came out 4 % worse.
@@ -121,8 +120,7 @@ def ranks(
     found: dict[str, list[np.ndarray]] = {name: [] for name in SOURCES}
     for number, answer in enumerate(answers, 1):
         size = len(answer.ids)
-        padded = np.zeros((-(-size // BUCKET) * BUCKET,), np.int32)
-        padded[:size] = answer.ids
+        padded = replay.padded(answer.ids)
         program = lm.programs.replay(len(padded), config, depth)
         seed, warmth = np.uint32(answer.seed), np.float32(temperature)
         true, looked, following = program(lm.params, made, padded, seed, warmth)

@@ -130,6 +130,24 @@ class Programs:
 
         return self._get(("replay", length, heads, depth), build)
 
+    def log_probs(self, length: int) -> Callable[..., jax.Array]:
+        """(params, tokens [length] int32) -> see `replay.log_probs`."""
+
+        def build() -> Any:
+            tokens = jax.ShapeDtypeStruct((length,), jnp.int32)
+            return jax.jit(partial(replay.log_probs, config=self.config)).lower(self.params, tokens)
+
+        return self._get(("log_probs", length), build)
+
+    def logits_at(self, length: int) -> Callable[..., jax.Array]:
+        """(params, tokens [length] int32, place int32) -> see `replay.logits_at`."""
+
+        def build() -> Any:
+            tokens, place = jax.ShapeDtypeStruct((length,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+            return jax.jit(partial(replay.logits_at, config=self.config)).lower(self.params, tokens, place)
+
+        return self._get(("logits_at", length), build)
+
     def insert(self, batch: int, slots: int) -> Callable[[DecodeState, np.int32, DecodeState], DecodeState]:
         """(state: donated, row int32, state of one row) -> state."""
 

@@ -21,7 +21,40 @@ from medusa_jax.config import MedusaConfig, ModelConfig
 from medusa_jax.heads import HeadParams
 from medusa_jax.tree import RankPath, Tree
 
+BUCKET = 64  # texts are padded to multiples of it, and so many places' logits exist at a time
 MISS = np.iinfo(np.int32).max  # the rank of a token that is in no list
+
+
+def padded(ids: Sequence[int]) -> np.ndarray:
+    """The ids of a text as programs over known texts take them: zeros behind, up to a multiple of BUCKET."""
+    made = np.zeros((-(-len(ids) // BUCKET) * BUCKET,), np.int32)
+    made[: len(ids)] = ids
+    return made
+
+
+def states(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
+    """Hidden states [T, D] after the final norm along one text [T]."""
+    T = tokens.shape[0]
+    positions = jnp.arange(T, dtype=jnp.int32)[None]
+    return backbone.forward(params, config, tokens[None], positions, jnp.tri(T, dtype=bool), None)[0][0]
+
+
+def log_probs(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
+    """Log-probability [T] of each token's successor at temperature 1; tokens [T], a multiple of BUCKET."""
+    hidden = states(params, config, tokens)
+    following = jnp.roll(tokens, -1).reshape(-1, BUCKET)
+
+    def part(given: tuple[jax.Array, jax.Array]) -> jax.Array:
+        some, wanted = given
+        log_p = jax.nn.log_softmax(backbone.unembed(params, config, some[None])[0], axis=-1)
+        return jnp.take_along_axis(log_p, wanted[:, None], axis=-1)[:, 0]
+
+    return jax.lax.map(part, (hidden.reshape(-1, BUCKET, hidden.shape[-1]), following)).reshape(-1)
+
+
+def logits_at(params: Params, tokens: jax.Array, place: jax.Array, *, config: ModelConfig) -> jax.Array:
+    """Logits [V] of the token behind tokens[place]; tokens [T]."""
+    return backbone.unembed(params, config, states(params, config, tokens)[place][None, None])[0, 0]
 
 
 def replay(
@@ -44,7 +77,7 @@ def replay(
     if made is None or heads_config is None:
         return None, None, found
     positions = jnp.arange(T, dtype=jnp.int32)[None]
-    hidden, _ = backbone.forward(params, config, tokens[None], positions, jnp.tri(T, dtype=bool), None)
+    hidden = states(params, config, tokens)[None]
     embedding = params["model"]["embed_tokens"]["weight"]
     unembedding = backbone.unembedding_table(params)
 

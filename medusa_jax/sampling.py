@@ -33,8 +33,8 @@ class SamplingParams:
     repetition_penalty: float | None = None  # built-in default 1: off
     seed: int = 0
     stop: tuple[str, ...] = ()
-    # How guesses are judged above temperature 0: or "rejection", or "typical" (lossy), which reads neither the
-    # filters nor the repetition penalty.
+    # How guesses are judged above temperature 0: or "rejection", or "typical" (lossy), which reads neither
+    # the filters nor the repetition penalty.
     acceptance: str = "exact"
     epsilon: float = 0.09  # typical: a guess this probable is always accepted
     delta: float = 0.3  # typical: share of exp(-entropy) that suffices

@@ -3,57 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from infer.benchmarking.journal import Answer
-from medusa_jax import MedusaLM, backbone, sampling
-from medusa_jax.config import ModelConfig
+from medusa_jax import MedusaLM, replay, sampling
 
-BUCKET = 64  # texts are padded to multiples of it, and so many positions' logits exist at a time
 NEAR_TIE = 1e-3  # in logits: below it products of other shapes may turn a choice
 RANKS = 10
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _log_probs(params: Any, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
-    """Log-probability [T] of each token's successor at temperature 1; tokens [T]."""
-    T = tokens.shape[0]
-    positions = jnp.arange(T, dtype=jnp.int32)[None]
-    hidden, _ = backbone.forward(params, config, tokens[None], positions, jnp.tri(T, dtype=bool), None)
-    following = jnp.roll(tokens, -1).reshape(-1, BUCKET)
-
-    def part(given: tuple[jax.Array, jax.Array]) -> jax.Array:
-        states, wanted = given
-        log_p = jax.nn.log_softmax(backbone.unembed(params, config, states[None])[0], axis=-1)
-        return jnp.take_along_axis(log_p, wanted[:, None], axis=-1)[:, 0]
-
-    return jax.lax.map(part, (hidden[0].reshape(-1, BUCKET, hidden.shape[-1]), following)).reshape(T)
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def _logits_at(params: Any, tokens: jax.Array, place: jax.Array, *, config: ModelConfig) -> jax.Array:
-    """Logits [V] of the token behind tokens[place]; tokens [T]."""
-    T = tokens.shape[0]
-    positions = jnp.arange(T, dtype=jnp.int32)[None]
-    hidden, _ = backbone.forward(params, config, tokens[None], positions, jnp.tri(T, dtype=bool), None)
-    return backbone.unembed(params, config, hidden[:, place][:, None])[0, 0]
-
-
-def _padded(ids: Sequence[int]) -> np.ndarray:
-    padded = np.zeros((-(-len(ids) // BUCKET) * BUCKET,), np.int32)
-    padded[: len(ids)] = ids
-    return padded
-
-
 def log_probs(lm: MedusaLM, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
     """The base model's log-probability (natural, temperature 1) of every token of an answer."""
-    found = _log_probs(lm.params, _padded([*prompt, *answer]), config=lm.config)
+    ids = replay.padded([*prompt, *answer])
+    found = lm.programs.log_probs(len(ids))(lm.params, ids)
     return np.asarray(found)[len(prompt) - 1 : len(prompt) + len(answer) - 1].tolist()
 
 
@@ -62,7 +27,8 @@ def margin(lm: MedusaLM, text: Sequence[int], one: int, other: int, temperature:
 
     Filters (top-k, top-p) are left out: a token outside them shows as far apart.
     """
-    logits = _logits_at(lm.params, _padded(text), np.int32(len(text) - 1), config=lm.config)
+    ids = replay.padded(text)
+    logits = lm.programs.logits_at(len(ids))(lm.params, ids, np.int32(len(text) - 1))
     if temperature > 0:
         place = jnp.full((1, 1), len(text), jnp.int32)
         noise = sampling.gumbel(jnp.array([seed], jnp.uint32), place, lm.config.vocab_size)[0, 0]
@@ -98,7 +64,7 @@ def head_hits(
     M = config.num_heads
     hits = Hits(np.zeros((M, RANKS)), np.zeros((M,)))
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), 1):
-        ids = _padded([*prompt, *answer.ids])
+        ids = replay.padded([*prompt, *answer.ids])
         program = lm.programs.replay(len(ids), config, M)
         ranks = np.asarray(program(lm.params, made, ids, np.uint32(0), np.float32(0))[0])
         for m in range(M):
