@@ -135,7 +135,7 @@ def bench_medusa(lm: MedusaLM, rounds: int, steps: int = 8) -> dict[str, float]:
 
     Untrained heads cost what trained ones do, and guess almost nothing: this is cost, not gain.
     """
-    sides: dict[str, Work] = {"plain": Decoding(lm, Plan.plain(), steps=steps)}
+    sides: dict[str, Work] = {"plain": Decoding(lm.plainly(), Plan.plain(), steps=steps)}
     table = backbone.unembedding_table(lm.params)
     for conditioned in (False, True):
         config = MedusaConfig(4, 1, lm.config.hidden_size, lm.config.vocab_size, conditioned, False, 8192)
@@ -160,7 +160,7 @@ def bench_oracle(lm: MedusaLM, rounds: int, tokens: int = 40, guesses: int = 4) 
     The guesses are put into the lists of four untrained heads in place of lookup's: the plain text, replayed.
     Everything else that a step does is done.
     """
-    plain = Decoding(lm, Plan.plain(), steps=tokens)
+    plain = Decoding(lm.plainly(), Plan.plain(), steps=tokens)
     truth = plain.text()
     config = MedusaConfig(4, 1, lm.config.hidden_size, lm.config.vocab_size, False, False, 8192)
     table = backbone.unembedding_table(lm.params)
@@ -306,7 +306,7 @@ def _medusa(lm: MedusaLM, args: argparse.Namespace) -> int:
     rates = bench_oracle(lm, args.rounds)
     gain = rates["oracle"] / rates["plain"]
     print(f"four right guesses a step: {rates['oracle']:.1f} tokens/s, {gain:.2f} times plain (at least 2.3)")
-    host = bench_stream(lm, max(3, args.rounds // 2))
+    host = bench_stream(lm, args.rounds)
     print(f"host work between streamed steps: {host:+.1%} of a step (at most 5 %)")
     return int(args.check and (missed or gain < 2.3 or host > 0.05))
 
@@ -333,8 +333,8 @@ def main() -> int:
     results: dict[str, Any] = {
         "start": bench_start(),
         "steps": bench_steps(lm, args.rounds),
-        "batch": bench_batch(lm, args.rounds),
-        "generate": bench_generate(lm, max(3, args.rounds // 2), args.peer),
+        "batch": bench_batch(lm.plainly(), args.rounds),
+        "generate": bench_generate(lm.plainly(), max(3, args.rounds // 2), args.peer),
     }
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "transformers")}
     if args.peer:

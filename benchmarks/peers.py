@@ -32,7 +32,6 @@ from rich.table import Table
 from infer.benchmarking import suites
 from infer.cli import note, progress_bar
 from medusa_jax import MedusaLM, SamplingParams, UserError
-from medusa_jax.decode import Plan
 from medusa_jax.errors import write_atomically
 from medusa_jax.generate import enable_compilation_cache
 from medusa_jax.text import looping
@@ -50,16 +49,12 @@ class Taken:
     seconds: float
 
 
-def our_side(lm: MedusaLM, plan: Plan | None, new_tokens: int) -> Generate:
-    """Our greedy answers; plan None: what the model was loaded with."""
+def our_side(lm: MedusaLM, new_tokens: int) -> Generate:
+    """Our greedy answers."""
     params = SamplingParams(max_new_tokens=new_tokens, temperature=0.0)
-    side = lm
-    if plan is not None:
-        side = MedusaLM(lm.config, lm.params, lm.tokenizer, lm.generation_config, dtype=lm.programs.dtype)
-        side.plan = plan
 
     def generate(ids: Sequence[int]) -> list[int]:
-        return side.complete([""], [side.job(list(ids), params)], 1)[0].token_ids
+        return lm.complete([""], [lm.job(list(ids), params)], 1)[0].token_ids
 
     return generate
 
@@ -74,8 +69,8 @@ def make_sides(lm: MedusaLM, new_tokens: int, assistant: Path | None) -> dict[st
     sides = {
         "transformers": theirs(),
         "transformers, prompt lookup": theirs(prompt_lookup_num_tokens=LOOKUP_TOKENS),
-        "medusa-jax, plain": our_side(lm, Plan.plain(), new_tokens),
-        "medusa-jax": our_side(lm, None, new_tokens),
+        "medusa-jax, plain": our_side(lm.plainly(), new_tokens),
+        "medusa-jax": our_side(lm, new_tokens),
     }
     if assistant is not None:
         from transformers import AutoModelForCausalLM

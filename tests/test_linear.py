@@ -40,12 +40,15 @@ def test_shapes_turn_as_arrays_do():
     )
 
 
-def test_a_model_on_a_cpu_is_turned_and_written_as_it_was(tmp_path):
+def test_a_model_that_guesses_on_a_cpu_is_turned_and_written_as_it_was(tmp_path):
     folder = tiny.write_folder(tmp_path / "model", tiny.lm())
-    lm = MedusaLM.load(folder)
+    lm = MedusaLM.load(folder, lookup="on")
     assert "kernel" in lm.params["model"]["layers_0"]["self_attn"]["q_proj"]
+    plain = lm.plainly()
+    jax.tree.map(np.testing.assert_array_equal, plain.params, MedusaLM.load(folder).params)
+    assert plain.plan.tree.nodes == 1
     lm.save_pretrained(tmp_path / "copy")
-    again = MedusaLM.load(tmp_path / "copy")
+    again = MedusaLM.load(tmp_path / "copy", lookup="on")
     jax.tree.map(np.testing.assert_array_equal, again.params, lm.params)
     stored = linear.restored(lm.params)["model"]["layers_0"]["mlp"]["up_proj"]["weight"]
     assert stored.shape == (lm.config.intermediate_size, lm.config.hidden_size)

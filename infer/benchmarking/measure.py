@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,11 @@ class Asking:
     common: SamplingParams
     system: str | None = None
     raw: bool = False
+
+    @functools.cached_property
+    def plain_lm(self) -> MedusaLM:
+        """The model that plain sides ask."""
+        return self.lm.plainly()
 
     def check(self) -> None:
         """Raises UserError for a question that the model cannot be asked."""
@@ -103,11 +109,12 @@ def measure(
             for question in questions:
                 history = [one.text for part in before for one in part if one.question == question.id]
                 jobs.append(asking.job(question, turn, history, side.params(asking.common)))
-            asking.lm.plan = plans[name]
-            seconds = _prepare(asking.lm, jobs, side.batch)
+            lm = asking.plain_lm if side.plain else asking.lm
+            lm.plan = plans[name]
+            seconds = _prepare(lm, jobs, side.batch)
             if seconds:
                 journal.compiled(name, seconds)
-            journal.add(_unit(asking.lm, name, block, turn, round_, questions, jobs, side.batch))
+            journal.add(_unit(lm, name, block, turn, round_, questions, jobs, side.batch))
         if progress is not None:
             progress(number + 1, len(tasks))
 
