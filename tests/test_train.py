@@ -236,7 +236,7 @@ def test_a_signal_saves_and_ends(model, data, tmp_path, number, status):
     process = command(
         model, data, output, "--steps", "100000", "--save-every", "100000", "--evaluate-every", "0"
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not (output / "log.jsonl").exists() or not (output / "log.jsonl").read_text():
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
