@@ -29,9 +29,7 @@ def compiler_options(mesh: jax.sharding.Mesh | None) -> dict[str, str | bool] | 
 
     A TPU compiler that does not know one refuses to compile, and names it.
     """
-    if mesh is None or mesh.size == 1 or mesh.devices.flat[0].platform != "tpu":
-        return None
-    return _SEVERAL_TPUS
+    return _SEVERAL_TPUS if sharding.spans_tpus(mesh) else None
 
 
 @dataclasses.dataclass

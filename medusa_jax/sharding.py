@@ -147,6 +147,11 @@ def as_mesh(mesh: str | Mapping[str, int] | Mesh | None) -> Mesh | None:
     return mesh
 
 
+def spans_tpus(mesh: Mesh | None) -> bool:
+    """Whether a mesh joins several TPU chips, whose compiler then has more to decide."""
+    return mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform == "tpu"
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Whole on every device."""
     return NamedSharding(mesh, PartitionSpec())

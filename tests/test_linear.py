@@ -1,4 +1,6 @@
-"""A product's forms: weights turned round for a CPU that decodes."""
+"""A product's forms: weights turned round for a CPU that decodes; what is dropped of its input."""
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -52,3 +54,19 @@ def test_a_model_that_guesses_on_a_cpu_is_turned_and_written_as_it_was(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, again.params, lm.params)
     stored = linear.restored(lm.params)["model"]["layers_0"]["mlp"]["up_proj"]["weight"]
     assert stored.shape == (lm.config.intermediate_size, lm.config.hidden_size)
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.3])
+def test_dropout_drops_its_share_and_is_independent_of_place_and_key(rate):
+    x = jnp.ones((4, 256, 256))
+    keys = [jax.random.fold_in(jax.random.key(7), step) for step in range(2)]
+    kept = np.array([linear.dropped(x, rate, key) != 0 for key in keys], np.float64)
+    n = x.size
+    # Six standard deviations of a share, and of a correlation of independent samples.
+    assert abs(kept[0].mean() - (1 - rate)) < 6 * math.sqrt(rate * (1 - rate) / n)
+    apart = [(kept[0], kept[1]), (kept[0, :, :, 1:], kept[0, :, :, :-1]), (kept[0, :, 1:], kept[0, :, :-1])]
+    apart += [(kept[0, 1:], kept[0, :-1]), (kept[0, :, :, 2:], kept[0, :, :, :-2])]
+    for one, other in apart:
+        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 6 / math.sqrt(one.size)
+    np.testing.assert_allclose(linear.dropped(x, rate, keys[0]).max(), 1 / (1 - rate), rtol=1e-6)
+    np.testing.assert_array_equal(linear.dropped(x, 0.0, keys[0]), x)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from medusa_jax import heads
 from medusa_jax.config import MedusaConfig
 from medusa_jax.heads import HeadParams
-from medusa_jax.linear import over_leading, project
+from medusa_jax.linear import dropped, over_leading, project
 
 F32 = jnp.dtype(jnp.float32)
 TOP = 5  # accuracies are counted for the 1 to 5 likeliest tokens
@@ -218,12 +218,8 @@ def heads_loss(
     the whole step. Scores are stacked over heads. rate: dropout of the heads' input, with `key`.
     Cai et al. 2024 (arXiv 2401.10774), section 2.2.1; with distributions as labels, Hinton et al. 2015.
     """
-    if rate and key is not None:
-        kept = jax.random.bernoulli(key, 1 - rate, hidden.shape)
-        hidden_in = jnp.where(kept, hidden / (1 - rate), 0).astype(hidden.dtype)
-    else:
-        hidden_in = hidden
-    states = head_states(params, config, hidden_in, embedded)
+    given = dropped(hidden, rate, key) if rate and key is not None else hidden
+    states = head_states(params, config, given, embedded)
     target, learns = head_targets(batch, config.num_heads)
     if params.token_map is not None:
         target = _index_in(params.token_map, config.vocab_size)[target]

@@ -18,6 +18,12 @@ from train.setup import Plan
 from train.step import Frozen, TrainState
 
 
+# Left to itself XLA:TPU passes weights round in pieces beside their products, which takes more memory and far longer
+# to compile than gathering each where it is needed (docs/benchmarks.md, "Training steps for sixteen chips"). A compiler
+# that does not know the option refuses to compile, and names it.
+_SEVERAL_TPUS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+
+
 @dataclasses.dataclass(eq=False)
 class Programs:
     """Of one plan, compiled when first asked for. Shapes come from the plan, so no weights are needed."""
@@ -56,10 +62,6 @@ class Programs:
     @functools.cache  # noqa: B019 - as long-lived as the run
     def step(self, joint: bool) -> Any:
         """(state: donated, frozen, batches [A, B, T], hidden, key) -> state, metrics."""
-        return self.lower_step(joint).compile()
-
-    def lower_step(self, joint: bool) -> Any:
-        """`step` before it is compiled."""
         plan, both = self.plan, self.plan.optimizers
         micro = plan.config.optimizer.batch_size // plan.microbatches
         program = partial(
@@ -71,7 +73,8 @@ class Programs:
         )
         key = jax.eval_shape(lambda: jax.random.key(0))
         jitted = jax.jit(program, donate_argnames="state", out_shardings=self._out(self.state, None))
-        return jitted.lower(self.state, self.frozen, *self.rows(plan.microbatches, micro), key)
+        lowered = jitted.lower(self.state, self.frozen, *self.rows(plan.microbatches, micro), key)
+        return lowered.compile(_SEVERAL_TPUS if sharding.spans_tpus(plan.mesh) else None)
 
     @functools.cache  # noqa: B019
     def evaluate(self, rows: int) -> Callable[..., Any]:
