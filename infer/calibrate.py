@@ -233,14 +233,14 @@ def _write(result: dict[str, Any], args: argparse.Namespace) -> None:
     """Write the tree, the copy in the cache and the pictures; say what came out."""
     from medusa_jax import UserError, calibration
 
-    whole = chosen_tree(result, calibration.earlier_times(result, args.output), args.batch_size[0])
+    whole = chosen_tree(result, calibration.earlier_times(result, args.output))
     with interrupts.unwinding():
         calibration.write(args.output, whole)
     _tell(whole, args.output)
     if not args.no_cache:
         try:
             path = calibration.place(result)
-            kept = chosen_tree(result, calibration.earlier_times(result, path), args.batch_size[0])
+            kept = chosen_tree(result, calibration.earlier_times(result, path))
             with interrupts.unwinding():
                 calibration.write(path, kept)
             cli.note(f"kept for --tree auto in {path}")
@@ -250,10 +250,8 @@ def _write(result: dict[str, Any], args: argparse.Namespace) -> None:
         _draw(whole, args.png)
 
 
-def chosen_tree(
-    result: Mapping[str, Any], earlier: Mapping[str, Mapping[str, Any]], batch: int
-) -> dict[str, Any]:
-    """The result with times of earlier runs, what is chosen by all of them, and the tree for this batch."""
+def chosen_tree(result: Mapping[str, Any], earlier: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The result with times of earlier runs, what is chosen by all of them, and the smallest batch's tree."""
     from medusa_jax.calibration import Source
     from medusa_jax.tree import Tree
     from medusa_jax.tree_choice import best_size
@@ -272,8 +270,8 @@ def chosen_tree(
         }
         for device, batches in sorted(seconds.items())
     }
-    nodes = chosen.get(result["device"], {}).get(str(batch), tree.nodes)
-    tree = Tree.grow(rates, nodes)
+    sizes = chosen.get(result["device"], {})
+    tree = Tree.grow(rates, next(iter(sizes.values()), tree.nodes))
     return {
         "format": result["format"],
         "paths": [list(path) for path in tree.paths],

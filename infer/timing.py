@@ -56,7 +56,7 @@ class Decoding:
             sampling=sampling,
         )
         self._batch, self._steps = batch, steps
-        self._engine = dataclasses.replace(lm.engine, plan=plan)
+        self._engine = lm.engine_for(plan)
 
     def __call__(self) -> None:
         """Go back to the prompt's end and decode."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 import os
 import threading
@@ -58,17 +59,19 @@ class MedusaLM:
         self.generation_config = dict(generation_config)
         self.end_tokens = end_tokens(generation_config, tokenizer)
         self.defaults = model_defaults(generation_config)
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-        shapes = sharding.with_shardings(shapes, sharding.param_shardings(shapes, config, mesh))
         self.heads = heads
         self._files: tuple[TensorSource, HeadCheckpoint | None] | None = None  # it was loaded from
         self.warnings: list[str] = []  # what is odd about the files or decides the speed, but is not wrong
         head_shapes = None
         if heads is not None:
-            head_shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), heads[1])
+            head_shapes = _shapes(heads[1])
             placed = sharding.head_shardings(head_shapes, mesh)
             head_shapes = sharding.with_shardings(head_shapes, placed)
+        shapes = _shapes(params)
+        shapes = sharding.with_shardings(shapes, sharding.param_shardings(shapes, config, mesh))
         self.programs = Programs(config, jnp.dtype(dtype), shapes, head_shapes, mesh)
+        # Of the weights as they are not held now (see `_hold`), if there is a second form of them at all.
+        self._other_programs: Programs | None = None
         self._auto: AutoTree | None = None
         self._given: Plan | None = plan or Plan.plain()  # None: `_auto` chooses
 
@@ -118,23 +121,23 @@ class MedusaLM:
         dtype = parse_dtype(dtype)
         mesh = sharding.as_mesh(mesh)
         shapes = abstract_params(checkpoint.config, dtype)
-        # Trees are steps of a few rows, which a CPU takes faster this way, and single rows 5 % slower. On a
-        # mesh of pretended devices speed is no aim.
-        guesses = opened is not None or lookup in ("on", True)
-        turns = guesses and mesh is None and jax.default_backend() == "cpu" and dtype == jnp.float32
-        held = linear.turned(jax.tree.map(lambda leaf: leaf, shapes)) if turns else shapes
         guessing = None
         if opened is not None:
             guessing = opened.config, heads_module.abstract(opened.config, dtype)
         lm = cls(
             checkpoint.config,
-            held,
+            shapes,
             checkpoint.tokenizer(),
             checkpoint.generation_config(),
             dtype,
             mesh,
             guessing,
         )
+        # Trees are steps of a few rows, which a CPU takes faster with turned weights, and single rows 5 % slower.
+        # On a mesh of pretended devices speed is no aim.
+        if mesh is None and jax.default_backend() == "cpu" and dtype == jnp.float32:
+            turned = linear.turned(jax.tree.map(lambda leaf: leaf, shapes))
+            lm._other_programs = dataclasses.replace(lm.programs, params=turned, compiled={}, locks={})
         lm._files = checkpoint.source, opened
         lm.warnings += [] if opened is None else opened.warnings
         if tree is None:
@@ -147,26 +150,29 @@ class MedusaLM:
         worker = None if meanwhile is None else _Background(meanwhile)
         shardings = sharding.param_shardings(shapes, checkpoint.config, mesh)
         params = load_params(checkpoint.source, checkpoint.config, dtype, shardings, progress)
-        lm.params = linear.turned(params) if turns else params
         if opened is not None:
             layers, token_map = opened.read(dtype)
-            table = backbone.unembedding_table(lm.params)
+            table = backbone.unembedding_table(params)
             kept = None if token_map is None else jnp.asarray(token_map)
             made = heads_module.attach(opened.config, layers, table, kept)
             lm.heads = opened.config, sharding.place(made, sharding.head_shardings(made, mesh))
             lm.warnings += fingerprint.warnings(opened.metadata, checkpoint.source, str(opened.path))
         if worker is not None:  # not waited for when loading fails: the error should not wait for a compiler
             worker.join()
+        lm.params = linear.turned(params) if linear.is_turned(lm.params) else params
         return lm
 
     def plainly(self) -> MedusaLM:
-        """The same model as `load` gives it without guesses: what plain decoding is to be timed with.
+        """The same model decoding plainly, beside this one: what guessing is to be compared with.
 
-        It may hold weights of its own (see `linear.turned`).
+        It shares this one's programs for that, and has weights of its own where this one's are turned.
         """
         params, dtype = linear.restored(self.params), self.programs.dtype
         lm = MedusaLM(self.config, params, self.tokenizer, self.generation_config, dtype, self.mesh)
-        if jax.tree.structure(params) == jax.tree.structure(self.params):
+        if linear.is_turned(self.params):
+            assert self._other_programs is not None
+            lm.programs = self._other_programs
+        else:
             lm.programs = self.programs
         return lm
 
@@ -239,10 +245,24 @@ class MedusaLM:
     @property
     def engine(self) -> Engine:
         """Programs, arrays and the plan of one greedy row, as the scheduler takes them."""
-        return self._engine(self.plan)
+        return self.engine_for(self.plan)
 
-    def _engine(self, plan: Plan) -> Engine:
+    def engine_for(self, plan: Plan) -> Engine:
+        """The same for any plan."""
+        self._hold(turned=self._other_programs is not None and plan.tree.nodes > 1)
         return Engine(self.programs, self.params, None if self.heads is None else self.heads[1], plan)
+
+    def _hold(self, turned: bool) -> None:
+        """Have the weights, or their shapes, in the form in which the next steps multiply fastest.
+
+        An engine made before keeps what it was made with.
+        """
+        if linear.is_turned(self.params) == turned:
+            return
+        assert self._other_programs is not None
+        params, self.params = jax.tree.map(lambda leaf: leaf, self.params), None
+        self.params = linear.turned(params) if turned else linear.turned_back(params)
+        self.programs, self._other_programs = self._other_programs, self.programs
 
     def encode(self, prompt: Prompt, system: str | None = None, raw: bool = False) -> list[int]:
         """The ids of a prompt: through the chat template, or as it is (`raw`).
@@ -301,7 +321,8 @@ class MedusaLM:
     def compile_for(self, jobs: Sequence[Job], batch_size: int = 1, *, streaming: bool = False) -> None:
         """Compile, on several threads, every program that these jobs need (those not compiled yet)."""
         engine, batch, slots = self._sizes(jobs, batch_size)
-        tasks: list[Callable[[], Any]] = [lambda: self.programs.run(batch, slots, engine.plan)]
+        programs = engine.programs
+        tasks: list[Callable[[], Any]] = [lambda: programs.run(batch, slots, engine.plan)]
         chunks = {}
         for job in jobs:
             chunks.setdefault(decode.chunk_for(len(job.prompt_ids)), job)
@@ -311,9 +332,9 @@ class MedusaLM:
         longest = max(jobs, key=lambda job: len(job.prompt_ids))
         tasks.append(lambda: session.compile(len(longest.prompt_ids), 0))
         if not streaming:
-            tasks.append(lambda: self.programs.stop_rows(batch, slots))
+            tasks.append(lambda: programs.stop_rows(batch, slots))
         if batch > 1:
-            tasks += [lambda: self.programs.empty(batch, slots), lambda: self.programs.insert(batch, slots)]
+            tasks += [lambda: programs.empty(batch, slots), lambda: programs.insert(batch, slots)]
         workers = [_Background(task) for task in tasks]
         for worker in workers:
             worker.join()
@@ -326,7 +347,7 @@ class MedusaLM:
             data = self.mesh.shape["data"] if self.mesh is not None else 1
             batch = -(-batch // data) * data
         temperature = max((float(job.params.temperature or 0) for job in jobs), default=0.0)
-        engine = self._engine(self.plan_for(batch, temperature))
+        engine = self.engine_for(self.plan_for(batch, temperature))
         slots = max(engine.slots_for(0, len(job.prompt_ids), job.limit) for job in jobs)
         self._check_memory(batch, slots)
         return engine, batch, slots
@@ -426,6 +447,10 @@ class MedusaLM:
         """A row of its own that keeps its cache, large enough for these jobs; it grows when it must."""
         engine, _, slots = self._sizes(jobs, 1)
         return Session(engine, slots)
+
+
+def _shapes(arrays: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays)
 
 
 def end_tokens(generation_config: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:

@@ -84,9 +84,19 @@ def turned(params: Any) -> Any:
     return _exchanged(params, "weight", "kernel")
 
 
+def is_turned(params: Any) -> bool:
+    """Whether parameters are as `turned` leaves them."""
+    return any("kernel" in leaves for leaves in params["model"]["layers_0"]["mlp"].values())
+
+
+def turned_back(params: Any) -> Any:
+    """The inverse of `turned`; `params` loses its kernels likewise. Other parameters come back as they are."""
+    return _exchanged(params, "kernel", "weight")
+
+
 def restored(params: Any) -> Any:
-    """The inverse of `turned`, which leaves `params` whole; other parameters come back as they are."""
-    return _exchanged(jax.tree.map(lambda leaf: leaf, params), "kernel", "weight")
+    """`turned_back`, which leaves `params` whole."""
+    return turned_back(jax.tree.map(lambda leaf: leaf, params))
 
 
 def _exchanged(node: Any, old: str, new: str, name: str = "") -> Any:

@@ -201,11 +201,16 @@ def test_the_tree_it_writes_is_the_fastest_nested_and_found_by_auto(files, tmp_p
 
 def test_a_later_run_adds_its_batches(files, tmp_path, times, cache):
     table, _ = times
-    table |= {1: {1: 1.0}, 4: {1: 2.0}}
+    table |= {1: {1: 1.0, 4: 1.0, 8: 1.0}, 4: {1: 2.0, 4: 20.0, 8: 40.0}}
     output = tmp_path / "tree.json"
-    calibrate.run(flags(files, output, "--no-png"))
-    calibrate.run(flags(files, output, "--no-png", "--batch-size", "4"))
-    seconds = json.loads(output.read_text())["step_seconds"]["cpu"]
+    more = ("--no-png", "--max-nodes", "8", "--temperature", "0.8")
+    calibrate.run(flags(files, output, *more))
+    first = json.loads(output.read_text())
+    calibrate.run(flags(files, output, *more, "--batch-size", "4"))
+    found = json.loads(output.read_text())
+    assert found["chosen"]["cpu"] == first["chosen"]["cpu"] | {"4": 1}
+    assert found["paths"] == first["paths"] != []  # the tree that the file stands for is the smallest batch's
+    seconds = found["step_seconds"]["cpu"]
     assert [seconds[batch]["1"] for batch in ("1", "4")] == [1.0, 2.0]
     assert json.loads(next(cache.iterdir()).read_text())["step_seconds"]["cpu"] == seconds
 

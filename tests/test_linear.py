@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from medusa_jax import MedusaLM, backbone, linear
+from medusa_jax import MedusaLM, SamplingParams, backbone, linear
 from medusa_jax.weights.params import abstract_params
 from tests import tiny
 
@@ -42,18 +42,45 @@ def test_shapes_turn_as_arrays_do():
     )
 
 
-def test_a_model_that_guesses_on_a_cpu_is_turned_and_written_as_it_was(tmp_path):
+def test_weights_are_turned_for_trees_alone_and_written_as_they_were(tmp_path):
     folder = tiny.write_folder(tmp_path / "model", tiny.lm())
-    lm = MedusaLM.load(folder, lookup="on")
+    stored = MedusaLM.load(folder).params
+    lm = MedusaLM.load(folder, tree="2x2", lookup="on")
+    guessed = lm.generate(["abc abc abc"], SamplingParams(max_new_tokens=12))[0]
     assert "kernel" in lm.params["model"]["layers_0"]["self_attn"]["q_proj"]
-    plain = lm.plainly()
-    jax.tree.map(np.testing.assert_array_equal, plain.params, MedusaLM.load(folder).params)
-    assert plain.plan.tree.nodes == 1
     lm.save_pretrained(tmp_path / "copy")
-    again = MedusaLM.load(tmp_path / "copy", lookup="on")
-    jax.tree.map(np.testing.assert_array_equal, again.params, lm.params)
-    stored = linear.restored(lm.params)["model"]["layers_0"]["mlp"]["up_proj"]["weight"]
-    assert stored.shape == (lm.config.intermediate_size, lm.config.hidden_size)
+    jax.tree.map(np.testing.assert_array_equal, MedusaLM.load(tmp_path / "copy").params, stored)
+    plain = lm.plainly()
+    jax.tree.map(np.testing.assert_array_equal, plain.params, stored)
+    turned = lm.engine
+    lm.use(None)
+    answer = lm.generate(["abc abc abc"], SamplingParams(max_new_tokens=12))[0]
+    assert answer.token_ids == guessed.token_ids
+    assert answer.token_ids == plain.generate(["abc abc abc"], SamplingParams(max_new_tokens=12))[0].token_ids
+    # Plain decoding is the same programs over the same weights, whichever model is asked.
+    jax.tree.map(np.testing.assert_array_equal, lm.params, stored)
+    assert lm.programs is plain.programs
+    # What was made before still holds its own.
+    assert "kernel" in turned.params["model"]["layers_0"]["mlp"]["up_proj"]
+    assert turned.programs is not lm.programs
+
+
+def test_programs_are_compiled_for_turned_weights_while_those_are_read(tmp_path):
+    folder = tiny.write_folder(tmp_path / "model", tiny.lm())
+    compiled = []
+
+    def expect(lm):
+        def work():
+            lm.compile_for([lm.job(lm.encode("abc"), SamplingParams(max_new_tokens=4))])
+            compiled.append((lm.programs, set(lm.programs.compiled)))
+
+        return work
+
+    lm = MedusaLM.load(folder, tree="2x2", lookup="on", expect=expect)
+    lm.generate(["abc"], SamplingParams(max_new_tokens=4))
+    ((programs, keys),) = compiled
+    assert linear.is_turned(programs.params) and linear.is_turned(lm.params)
+    assert lm.programs is programs and set(programs.compiled) == keys
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.3])

@@ -140,9 +140,10 @@ def _tasks(suite: Suite, sides: Mapping[str, Side], rounds: int) -> list[tuple[s
 
 def _prepare(lm: MedusaLM, jobs: Sequence[Job], batch: int) -> float:
     """Compile what the jobs need and run it once. Returns the seconds that took; 0 if nothing was new."""
-    known, began = set(lm.programs.compiled), time.perf_counter()
+    programs, began = lm.engine.programs, time.perf_counter()
+    known = set(programs.compiled)
     lm.compile_for(jobs, batch)
-    new = set(lm.programs.compiled) - known
+    new = set(programs.compiled) - known
     if not new:
         return 0.0
     by_chunk = {decode.chunk_for(len(job.prompt_ids)): job for job in jobs}
