@@ -308,8 +308,8 @@ def cases() -> dict[str, Case]:
     split_batch = dataclasses.replace(
         split_tree, write_ratio=WRITE_RATIO, temp=8 * TEMP_RATIO * cached / SHARDS + TEMP_COLLECTIVES
     )
-    # Every weight is gathered whole where it is needed, once: seven of a layer, embedding, unembedding, heads.
-    # Gradients of the heads are added up; activations and logits never move.
+    # Every weight is gathered whole where it is needed, once: seven of a layer, embedding, unembedding,
+    # heads. Gradients of the heads are added up; activations and logits never move.
     training = Limits(
         temp=4e9, memory=CHIP_MEMORY, collectives={"all-gather": 7 * layers + 3, "all-reduce": 2}
     )

@@ -92,7 +92,9 @@ def step(lm: MedusaLM, params: Any, kind: Kind, rows: int) -> Work:
     rows_of_step = jax.tree.map(lambda leaf: leaf[None], batch(lm, rows))
     hidden = None
     if stored:
-        hidden = np.asarray(Programs(programs.plan).hidden(rows, _shapes(params))(params, batch(lm, rows)))[None]
+        hidden = np.asarray(Programs(programs.plan).hidden(rows, _shapes(params))(params, batch(lm, rows)))[
+            None
+        ]
     program, key = programs.step(False), programs.key()
 
     def work() -> None:

@@ -372,14 +372,14 @@ def bucket(n: int, least: int) -> int:
 
 
 def rows_for(n: int) -> int:
-    """The next number of rows from n on that is a power of two or three halves of one."""
+    """The next number from n on that is a power of two or three halves of one."""
     power = 1 << (n - 1).bit_length()
     return power * 3 // 4 if power >= 4 and n <= power * 3 // 4 else power
 
 
 def chunk_for(tokens: int) -> int:
     """The width of the prefill program for a text of `tokens` unread tokens."""
-    return min(bucket(tokens, 16), MAX_CHUNK)
+    return min(rows_for(max(tokens, 16)), MAX_CHUNK)
 
 
 def slots_for(cached: int, unread: int, limit: int, depth: int) -> int:

@@ -121,9 +121,15 @@ class MedusaLM:
         dtype = parse_dtype(dtype)
         mesh = sharding.as_mesh(mesh)
         shapes = abstract_params(checkpoint.config, dtype)
+
+        def apart(made: HeadParams) -> HeadParams:
+            if mesh is not None or jax.default_backend() != "cpu":
+                return made
+            return dataclasses.replace(made, layers=heads_module.taken_apart(made.layers))
+
         guessing = None
         if opened is not None:
-            guessing = opened.config, heads_module.abstract(opened.config, dtype)
+            guessing = opened.config, apart(heads_module.abstract(opened.config, dtype))
         lm = cls(
             checkpoint.config,
             shapes,
@@ -154,7 +160,7 @@ class MedusaLM:
             layers, token_map = opened.read(dtype)
             table = backbone.unembedding_table(params)
             kept = None if token_map is None else jnp.asarray(token_map)
-            made = heads_module.attach(opened.config, layers, table, kept)
+            made = apart(heads_module.attach(opened.config, layers, table, kept))
             lm.heads = opened.config, sharding.place(made, sharding.head_shardings(made, mesh))
             lm.warnings += fingerprint.warnings(opened.metadata, checkpoint.source, str(opened.path))
         if worker is not None:  # not waited for when loading fails: the error should not wait for a compiler

@@ -18,6 +18,7 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from medusa_jax.backbone import Params
 from medusa_jax.config import MedusaConfig
@@ -45,7 +46,8 @@ class HeadStack(nn.Module):
         """Declare the parameters: zeros everywhere but in own unembeddings, which `init` copies."""
         c, zeros = self.config, nn.initializers.zeros
         M, L, D = c.num_heads, c.num_layers, c.hidden_size
-        self.weight = self.param("weight", zeros, (M, L, D, D), self.param_dtype)
+        if not self.has_variable("params", "weight_0_0"):  # see `taken_apart`
+            self.weight = self.param("weight", zeros, (M, L, D, D), self.param_dtype)
         self.bias = self.param("bias", zeros, (M, L, D), self.param_dtype)
         if c.conditioned:
             # Head m reads m + 1 tokens, so these are as many arrays of growing width.
@@ -56,7 +58,7 @@ class HeadStack(nn.Module):
                 )
                 for m in range(M)
             ]
-        if c.own_unembedding:
+        if c.own_unembedding and not self.has_variable("params", "unembedding_0"):
             self.unembedding = self.param("unembedding", zeros, (M, c.scored, D), self.param_dtype)
 
     def state(self, hidden: jax.Array, m: int, path: jax.Array | None) -> jax.Array:
@@ -70,9 +72,32 @@ class HeadStack(nn.Module):
             mixed = project(jnp.concatenate(parts, axis=-1), weight)
             z = z + nn.silu(mixed + over_leading(bias, mixed))
         for layer in range(self.config.num_layers):
-            turned = project(z, self.weight[m, layer])
+            turned = project(z, _part(self.variables["params"], "weight", m, layer))
             z = z + nn.silu(turned + over_leading(self.bias[m, layer], turned))
         return z
+
+
+def taken_apart(layers: Params) -> Params:
+    """The same with an array for each matrix, in place of arrays stacked over heads and layers; or shapes.
+
+    XLA:CPU copies what it slices out of a stack, at every step.
+    """
+    stacks = {name: leaf for name, leaf in layers.items() if name in _STACKED and leaf.size}
+    apart = {name: leaf for name, leaf in layers.items() if name not in stacks}
+    for name, stack in stacks.items():
+        for index in np.ndindex(stack.shape[:-2]):
+            key = "_".join(map(str, (name, *index)))
+            shape = isinstance(stack, jax.ShapeDtypeStruct)
+            apart[key] = jax.ShapeDtypeStruct(stack.shape[-2:], stack.dtype) if shape else stack[index]
+    return apart
+
+
+_STACKED = {"weight", "unembedding"}  # stacks of matrices
+
+
+def _part(layers: Params, name: str, *index: int) -> jax.Array:
+    """One matrix of a stack, which may have been taken apart."""
+    return layers[name][index] if name in layers else layers["_".join(map(str, (name, *index)))]
 
 
 def _unit(x: jax.Array) -> jax.Array:
@@ -127,7 +152,7 @@ def state(params: HeadParams, config: MedusaConfig, hidden: jax.Array, m: int, p
 
     path [..., at least m + 1, D]: embeddings of the tokens that follow; read by conditioned heads only.
     """
-    module = HeadStack(config, params.layers["weight"].dtype)
+    module = HeadStack(config, params.layers["bias"].dtype)
     variables = {"params": params.layers}
     return module.apply(variables, hidden, m, path, method=HeadStack.state)  # type: ignore[return-value]
 
@@ -135,7 +160,7 @@ def state(params: HeadParams, config: MedusaConfig, hidden: jax.Array, m: int, p
 def logits(params: HeadParams, config: MedusaConfig, z: jax.Array, m: int, table: jax.Array) -> jax.Array:
     """float32 scores [..., V'] of head m from its state z [..., D]. table [V, D]: the model's unembedding."""
     if config.own_unembedding:
-        table = params.layers["unembedding"][m]
+        table = _part(params.layers, "unembedding", m)
     elif params.table is not None:
         table = params.table
     return project(z, table, F32)

@@ -302,6 +302,13 @@ def test_buckets(n, least, expected):
     assert decode.bucket(n, least) == expected
 
 
+def test_a_prompt_is_read_in_a_chunk_at_most_half_as_long_again():
+    for unread in range(1, 513):
+        chunk = decode.chunk_for(unread)
+        assert max(unread, 16) <= chunk < max(1.5 * unread, 17)
+    assert {decode.chunk_for(n) for n in range(1, 2000)} == {16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512}
+
+
 def test_no_write_reaches_past_the_end():
     for cached in (0, 1, 100, 511):
         for unread in (1, 15, 17, 100, 511, 512, 513, 2000):

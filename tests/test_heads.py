@@ -264,3 +264,35 @@ def test_a_configuration_knows_how_many_tokens_are_scored():
     assert head_config().scored == V
     assert head_config(draft=True).scored == len(MAP)
     assert dataclasses.replace(head_config(), draft_vocab_size=V).scored == V
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"conditioned": True}, {"own_unembedding": True}, {"own_unembedding": True, "num_layers": 0}],
+)
+def test_heads_taken_apart_give_the_same(options):
+    config = MedusaConfig(
+        **({"num_heads": 2, "num_layers": 2, "hidden_size": 16, "vocab_size": 40} | options)
+    )
+    table = jax.random.normal(jax.random.key(0), (40, 16))
+    made = heads.init(config, table, jnp.float32)
+    layers = jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape), made.layers)
+    whole = dataclasses.replace(made, layers=layers)
+    apart = dataclasses.replace(made, layers=heads.taken_apart(layers))
+    assert not [
+        name for name, leaf in apart.layers.items() if leaf.ndim > 2 and leaf.size and "bias" not in name
+    ]
+    hidden, path = (
+        jax.random.normal(jax.random.key(1), (3, 16)),
+        jax.random.normal(jax.random.key(2), (3, 2, 16)),
+    )
+    for m in range(2):
+        found, wanted = (
+            heads.logits(one, config, heads.state(one, config, hidden, m, path), m, table)
+            for one in (apart, whole)
+        )
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    shapes = heads.taken_apart(jax.eval_shape(lambda: layers))
+    assert jax.tree.map(lambda leaf: leaf.shape, shapes) == jax.tree.map(
+        lambda leaf: leaf.shape, apart.layers
+    )
