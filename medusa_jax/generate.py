@@ -55,7 +55,7 @@ class MedusaLM:
         self.config = config
         self.tokenizer = tokenizer
         self.mesh = mesh
-        self.params = params
+        self.params: Any = params
         self.generation_config = dict(generation_config)
         self.end_tokens = end_tokens(generation_config, tokenizer)
         self.defaults = model_defaults(generation_config)
@@ -139,8 +139,8 @@ class MedusaLM:
             mesh,
             guessing,
         )
-        # Trees are steps of a few rows, which a CPU takes faster with turned weights, and single rows 5 % slower.
-        # On a mesh of pretended devices speed is no aim.
+        # Trees are steps of a few rows, which a CPU takes faster with turned weights, and single rows 5 %
+        # slower. On a mesh of pretended devices speed is no aim.
         if mesh is None and jax.default_backend() == "cpu" and dtype == jnp.float32:
             turned = linear.turned(jax.tree.map(lambda leaf: leaf, shapes))
             lm._other_programs = dataclasses.replace(lm.programs, params=turned, compiled={}, locks={})

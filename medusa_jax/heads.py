@@ -12,6 +12,7 @@ Shapes: B batch, n nodes that share a depth, D model, M heads, V' tokens that th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -95,7 +96,7 @@ def taken_apart(layers: Params) -> Params:
 _STACKED = {"weight", "unembedding"}  # stacks of matrices
 
 
-def _part(layers: Params, name: str, *index: int) -> jax.Array:
+def _part(layers: Mapping[str, Any], name: str, *index: int) -> jax.Array:
     """One matrix of a stack, which may have been taken apart."""
     return layers[name][index] if name in layers else layers["_".join(map(str, (name, *index)))]
 

@@ -90,7 +90,7 @@ def is_turned(params: Any) -> bool:
 
 
 def turned_back(params: Any) -> Any:
-    """The inverse of `turned`; `params` loses its kernels likewise. Other parameters come back as they are."""
+    """The inverse of `turned`; `params` loses its kernels likewise. Others come back as they are."""
     return _exchanged(params, "kernel", "weight")
 
 
@@ -131,7 +131,7 @@ def rows(leaves: Leaves, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def dropped(x: jax.Array, rate: jax.Array | float, key: jax.Array) -> jax.Array:
-    """x with a share `rate` of its elements zero and the others scaled up by 1 / (1 - rate). Srivastava et al. 2014.
+    """x with a share `rate` of its elements zero and the others times 1 / (1 - rate). Srivastava et al. 2014.
 
     The same for every sharding. Noise is a hash of the element's number, mixed with the key (the finalizer of
     MurmurHash3, twice): JAX's generators take 20 rounds where these take 4, and with one in each product of a

@@ -79,8 +79,10 @@ def test_programs_are_compiled_for_turned_weights_while_those_are_read(tmp_path)
     lm = MedusaLM.load(folder, tree="2x2", lookup="on", expect=expect)
     lm.generate(["abc"], SamplingParams(max_new_tokens=4))
     ((programs, keys),) = compiled
-    assert linear.is_turned(programs.params) and linear.is_turned(lm.params)
-    assert lm.programs is programs and set(programs.compiled) == keys
+    assert linear.is_turned(programs.params)
+    assert linear.is_turned(lm.params)
+    assert lm.programs is programs
+    assert set(programs.compiled) == keys
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.3])

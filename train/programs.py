@@ -17,11 +17,10 @@ from train.loss import Batch
 from train.setup import Plan
 from train.step import Frozen, TrainState
 
-
-# Left to itself XLA:TPU passes weights round in pieces beside their products, which takes more memory and far longer
-# to compile than gathering each where it is needed (docs/benchmarks.md, "Training steps for sixteen chips"). A compiler
-# that does not know the option refuses to compile, and names it.
-_SEVERAL_TPUS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+# Left to itself XLA:TPU passes weights round in pieces beside their products, which takes more memory and far
+# longer to compile than gathering each where it is needed (docs/benchmarks.md, "Training steps for sixteen
+# chips"). A compiler that does not know the option refuses to compile, and names it.
+_SEVERAL_TPUS: dict[str, str | bool] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
 
 @dataclasses.dataclass(eq=False)
