@@ -165,6 +165,10 @@ class MedusaLM:
             lm.warnings += fingerprint.warnings(opened.metadata, checkpoint.source, str(opened.path))
         if worker is not None:  # not waited for when loading fails: the error should not wait for a compiler
             worker.join()
+        if expect is None:  # nobody has asked for steps yet: most likely those of a single row
+            first = lm._given if lm._auto is None else lm._auto.choose(1).plan
+            lm._hold(first is not None and lm._turns(first))
+        # Reading is over, so that each matrix can be given up as soon as its kernel is there.
         lm.params = linear.turned(params) if linear.is_turned(lm.params) else params
         return lm
 
@@ -255,20 +259,25 @@ class MedusaLM:
 
     def engine_for(self, plan: Plan) -> Engine:
         """The same for any plan."""
-        self._hold(turned=self._other_programs is not None and plan.tree.nodes > 1)
+        self._hold(self._turns(plan))
         return Engine(self.programs, self.params, None if self.heads is None else self.heads[1], plan)
 
     def _hold(self, turned: bool) -> None:
         """Have the weights, or their shapes, in the form in which the next steps multiply fastest.
 
-        An engine made before keeps what it was made with.
+        An engine made before keeps what it was made with. Both forms exist for a moment: an interrupt must
+        find one of them whole.
         """
         if linear.is_turned(self.params) == turned:
             return
         assert self._other_programs is not None
-        params, self.params = jax.tree.map(lambda leaf: leaf, self.params), None
-        self.params = linear.turned(params) if turned else linear.turned_back(params)
-        self.programs, self._other_programs = self._other_programs, self.programs
+        change = linear.turned if turned else linear.turned_back
+        params = change(jax.tree.map(lambda leaf: leaf, self.params))
+        self.params, self.programs, self._other_programs = params, self._other_programs, self.programs
+
+    def _turns(self, plan: Plan) -> bool:
+        """Whether this plan's steps want turned weights."""
+        return self._other_programs is not None and plan.tree.nodes > 1
 
     def encode(self, prompt: Prompt, system: str | None = None, raw: bool = False) -> list[int]:
         """The ids of a prompt: through the chat template, or as it is (`raw`).

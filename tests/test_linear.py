@@ -46,6 +46,7 @@ def test_weights_are_turned_for_trees_alone_and_written_as_they_were(tmp_path):
     folder = tiny.write_folder(tmp_path / "model", tiny.lm())
     stored = MedusaLM.load(folder).params
     lm = MedusaLM.load(folder, tree="2x2", lookup="on")
+    assert linear.is_turned(lm.params)  # at once, while nothing else holds the weights
     guessed = lm.generate(["abc abc abc"], SamplingParams(max_new_tokens=12))[0]
     assert "kernel" in lm.params["model"]["layers_0"]["self_attn"]["q_proj"]
     lm.save_pretrained(tmp_path / "copy")
