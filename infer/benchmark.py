@@ -279,10 +279,7 @@ def _settings(args: argparse.Namespace, asking: Asking, planned: Mapping[str, Pl
         "dtype": lm.programs.dtype.name,
         "mesh": args.mesh,
         "device": lm.device,
-        "sides": {
-            name: [[list(path) for path in plan.tree.paths], plan.lookup, plan.heads is not None]
-            for name, plan in planned.items()
-        },
+        "sides": {name: repr(plan) for name, plan in planned.items()},
         "system": args.system,
         "raw": args.raw,
         "max_new_tokens": args.max_new_tokens,

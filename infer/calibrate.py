@@ -153,7 +153,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         "sha256": hashlib.sha256(json.dumps(prompts, sort_keys=True).encode()).hexdigest(),
     }
     sampling = {"temperature": args.temperature, "top_p": float(jobs[0].params.top_p)}
-    _write(calibrate(lm, ranks, args, sampling, journal) | {"prompts": about}, args)
+    _write(calibrate(lm, answers, ranks, args, sampling, journal) | {"prompts": about}, args)
     journal.remove()
     return 0
 
@@ -179,27 +179,40 @@ def _worth_measuring(everything: list[measuring.Answer]) -> list[measuring.Answe
 
 def calibrate(
     lm: MedusaLM,
+    answers: Sequence[measuring.Answer],
     ranks: Mapping[str, measuring.Ranks],
     args: argparse.Namespace,
     sampling: Mapping[str, float],
     journal: measuring.Journal,
 ) -> dict[str, Any]:
     """The best trees of each combination of sources, and what their steps cost, as the file holds it."""
-    from medusa_jax.calibration import FORMAT
-    from medusa_jax.tree import Tree
+    from infer.drafting import Drafted
+    from medusa_jax.calibration import FORMAT, Source
+    from medusa_jax.selection import WIDER
+    from medusa_jax.tree import MAX_NODES, Tree
+    from medusa_jax.tree_choice import plan_for
 
     source = args.sources if args.sources in ranks else "lookup"
     if lm.heads is None:
         cli.note("note: there are no heads; only lookup is measured")
     rates = {name: measuring.rates(rows) for name, rows in ranks.items()}
     sizes = sorted({1, *args.sizes})
-    sources, gains = {}, {}
+    sources, gains, looked_up = {}, {}, {}
     for name, rows in ranks.items():
-        tree = Tree.grow(rates[name], args.max_nodes)
-        gains[name] = measuring.tokens_per_step(rows, sorted({min(size, tree.nodes) for size in sizes}))
+        # More than the largest tree: a step chooses among them.
+        tree = Tree.grow(rates[name], min(round(WIDER * args.max_nodes), MAX_NODES))
+        rates[name] = {path: rates[name][path] for path in tree.paths}
+        possible = sorted({min(size, args.max_nodes, tree.nodes) for size in sizes})
+        drafted, looked_up[name] = None, ()
+        if name != "lookup":
+            with cli.progress_bar(f"judging steps, {name}", unit="answers") as progress:
+                drafted = Drafted.along(lm, answers, rows, possible, name, args.temperature, progress)
+            looked_up[name] = drafted.lookup_rates(rows, range(len(rows)))
+        gains[name] = measuring.tokens_per_step(rows, possible, drafted)
         sources[name] = {
             "paths": [list(path) for path in tree.paths],
             "hit_rates": [rates[name][path] for path in tree.paths],
+            "lookup_rates": list(looked_up[name]),
             "products_of_single_rates": measuring.single_products(rows, tree.paths),
             "tokens_per_step": {str(nodes): value for nodes, value in gains[name].items()},
         }
@@ -207,6 +220,7 @@ def calibrate(
     result = {
         "format": FORMAT,
         "source": source,
+        "max_nodes": args.max_nodes,
         "sources": sources,
         "temperature": args.temperature,
         "device": lm.device,
@@ -216,11 +230,11 @@ def calibrate(
         "step_seconds": {},
     }
     if args.rounds:
-        trees = {nodes: Tree.grow(rates[source], nodes) for nodes in gains[source]}
+        known = Source(rates[source], {}, looked_up[source])
+        config = None if lm.heads is None else lm.heads[0]
+        plans = {nodes: plan_for(known, nodes, config, source) for nodes in gains[source]}
         batches = sorted(set(args.batch_size))
-        seconds = measuring.step_seconds(
-            lm, trees, gains[source], source, batches, args.rounds, sampling, journal
-        )
+        seconds = measuring.step_seconds(lm, plans, gains[source], batches, args.rounds, sampling, journal)
         rows = {str(b): {str(n): value for n, value in one.items()} for b, one in seconds.items()}
         result["step_seconds"] = {lm.device: rows}
     return result
@@ -271,7 +285,7 @@ def chosen_tree(result: Mapping[str, Any], earlier: Mapping[str, Mapping[str, An
         for device, batches in sorted(seconds.items())
     }
     sizes = chosen.get(result["device"], {})
-    tree = Tree.grow(rates, next(iter(sizes.values()), tree.nodes))
+    tree = Tree.grow(rates, next(iter(sizes.values()), min(tree.nodes, result["max_nodes"])))
     return {
         "format": result["format"],
         "paths": [list(path) for path in tree.paths],

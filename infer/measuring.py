@@ -17,15 +17,16 @@ import numpy as np
 from infer import cli
 
 if TYPE_CHECKING:
+    from infer.drafting import Drafted
     from infer.timing import Decoding
     from medusa_jax import MedusaLM
+    from medusa_jax.decode import Plan
     from medusa_jax.schedule import Job
-    from medusa_jax.tree import RankPath, Tree
+    from medusa_jax.tree import RankPath
 
 Ranks = Sequence[np.ndarray]  # [places, depth] of each answer, as `replay.combined_ranks` gives them
 Progress = Callable[[int, int], None] | None
 
-LOOKUP_DEPTH = 7
 ROWS = 32  # that answer at a time
 # Steps of this tree say how much each place counts. Counted alike, places amid what a step has just
 # accepted buy depth that no step gets to see: trees of 8 nodes came out 4 % worse.
@@ -114,6 +115,7 @@ def ranks(
     """
     from medusa_jax import replay
     from medusa_jax.calibration import SOURCES
+    from medusa_jax.tree_choice import LOOKUP_DEPTH
 
     config, made = (None, None) if lm.heads is None else lm.heads
     depth = max(LOOKUP_DEPTH, 0 if config is None else config.num_heads)
@@ -145,51 +147,55 @@ def ranks(
 def rates(rows: Ranks) -> dict[RankPath, float]:
     """For each path the probability that all of it is right, over the places where steps begin."""
     from medusa_jax import replay
+
+    return replay.hit_rates([one[places] for one, places in zip(rows, starts(rows), strict=True)])
+
+
+def starts(rows: Ranks) -> list[list[int]]:
+    """The places of each answer where steps begin; see REFERENCE_NODES."""
+    from medusa_jax import replay
     from medusa_jax.tree import Tree
 
     reference = Tree.grow(replay.hit_rates(rows), REFERENCE_NODES)
-    return replay.hit_rates([one[_starts(reference, one)] for one in rows])
-
-
-def _starts(tree: Tree, rows: np.ndarray) -> list[int]:
-    from medusa_jax import replay
-
-    taken = np.array(replay.accepted(tree, rows), np.int64) + 1
-    return (np.cumsum(taken) - taken).tolist()
+    taken = [np.array(replay.accepted(reference, one), np.int64) + 1 for one in rows]
+    return [(np.cumsum(one) - one).tolist() for one in taken]
 
 
 def single_products(rows: Ranks, paths: Sequence[RankPath]) -> list[float]:
     """What accuracies of single guesses multiplied would say of each path, at the places `rates` counts."""
-    from medusa_jax import replay
-    from medusa_jax.tree import Tree
-
-    reference = Tree.grow(replay.hit_rates(rows), REFERENCE_NODES)
-    counted = np.concatenate([one[_starts(reference, one)] for one in rows])
+    counted = np.concatenate([one[places] for one, places in zip(rows, starts(rows), strict=True)])
     return [float(np.prod([np.mean(counted[:, d] == rank) for d, rank in enumerate(path)])) for path in paths]
 
 
-def tokens_per_step(rows: Ranks, sizes: Sequence[int]) -> dict[int, float]:
+def folds(count: int) -> list[tuple[list[int], list[int]]]:
+    """Numbers of the answers to judge and of those to learn from, several times; a single answer is both."""
+    parts = min(FOLDS, count)
+    numbers = range(count)
+    found = [(list(numbers[part::parts]), [i for i in numbers if i % parts != part]) for part in range(parts)]
+    return [(judged, learnt or judged) for judged, learnt in found]
+
+
+def tokens_per_step(rows: Ranks, sizes: Sequence[int], drafted: Drafted | None = None) -> dict[int, float]:
     """Tokens per step by number of nodes, each answer decoded with trees grown on the others' folds.
 
-    With a single answer it is decoded with its own trees, which promises too much.
+    drafted: for steps that choose what they read. With a single answer it is decoded with its own trees,
+    which promises too much.
     """
     from medusa_jax import replay
     from medusa_jax.tree import Tree
 
-    folds = min(FOLDS, len(rows))
-    parts = [
-        (rows[fold::folds], [r for i, r in enumerate(rows) if i % folds != fold]) for fold in range(folds)
-    ]
-    grown = [(judged, rates(learnt or judged)) for judged, learnt in parts]
-    tokens = sum(map(len, rows))
-    found = {}
-    for nodes in sizes:
-        steps = 0
-        for judged, own in grown:
-            tree = Tree.grow(own, nodes)
-            steps += sum(len(replay.accepted(tree, one)) for one in judged)
-        found[nodes] = tokens / max(steps, 1)
-    return found
+    steps = dict.fromkeys(sizes, 0)
+    for judged, learnt in folds(len(rows)):
+        own = rates([rows[i] for i in learnt])
+        looked_up = () if drafted is None else drafted.lookup_rates(rows, learnt)
+        for nodes in sizes:
+            if drafted is None:
+                tree = Tree.grow(own, nodes)
+                steps[nodes] += sum(len(replay.accepted(tree, rows[number])) for number in judged)
+            else:
+                plan = drafted.plan(own, looked_up, nodes)
+                steps[nodes] += sum(drafted.steps(plan, number) for number in judged)
+    return {nodes: sum(map(len, rows)) / max(count, 1) for nodes, count in steps.items()}
 
 
 # -------------------------------------------------------------------------------------------- times
@@ -197,9 +203,8 @@ def tokens_per_step(rows: Ranks, sizes: Sequence[int]) -> dict[int, float]:
 
 def step_seconds(
     lm: MedusaLM,
-    trees: Mapping[int, Tree],
+    plans: Mapping[int, Plan],
     gains: Mapping[int, float],
-    source: str,
     batches: Sequence[int],
     rounds: int,
     sampling: Mapping[str, float],
@@ -207,11 +212,10 @@ def step_seconds(
 ) -> dict[int, dict[int, float]]:
     """Median seconds of a step by batch and number of nodes; the sizes of a batch take turns.
 
-    trees: by size, the root alone among them. gains: tokens per step of each. sampling: temperature and
+    plans: by size, plain decoding among them. gains: tokens per step of each. sampling: temperature and
     top_p of the rows.
     """
-    paths = {size: tree.paths for size, tree in trees.items()}
-    told = [paths, source, rounds, dict(sampling), lm.device, lm.fingerprints[1]]
+    told = [repr(sorted(plans.items())), rounds, dict(sampling), lm.device, lm.fingerprints[1]]
     key = hashlib.sha256(json.dumps(told).encode()).hexdigest()
     done = {r["batch"]: r["seconds"] for r in journal.records if r.get("timed") == key}
     found: dict[int, dict[int, float]] = {}
@@ -223,7 +227,7 @@ def step_seconds(
                     if progress is not None:
                         progress(round(100 * (number + part)), 100 * len(batches))
 
-                done[batch] = _time_batch(lm, trees, gains, source, batch, rounds, sampling, report)
+                done[batch] = _time_batch(lm, plans, gains, batch, rounds, sampling, report)
                 journal.add({"timed": key, "batch": batch, "seconds": done[batch]})
             found[batch] = {int(size): seconds for size, seconds in done[batch].items()}
     return found
@@ -231,23 +235,19 @@ def step_seconds(
 
 def _time_batch(
     lm: MedusaLM,
-    trees: Mapping[int, Tree],
+    plans: Mapping[int, Plan],
     gains: Mapping[int, float],
-    source: str,
     batch: int,
     rounds: int,
     sampling: Mapping[str, float],
     report: Callable[[float], None],
 ) -> dict[int, float]:
     from infer.timing import Decoding, alternate
-    from medusa_jax.decode import Plan
 
-    config = None if lm.heads is None or source == "lookup" else lm.heads[0]
     sides: dict[str, Decoding] = {}
     plain = 0.0
-    for turn, (size, tree) in enumerate(sorted(trees.items())):
-        report(0.5 * turn / len(trees))
-        plan = Plan.plain() if tree.nodes == 1 else Plan(tree, config, source != "heads")
+    for turn, (size, plan) in enumerate(sorted(plans.items())):
+        report(0.5 * turn / len(plans))
         work = Decoding(lm, plan, batch, steps=STEPS, **sampling)
         once = alternate({"": work}, 1)[""]
         if size == 1:

@@ -3,8 +3,9 @@
 Such a file is a tree file (`tree.load_tree`) with these further fields; times are in seconds:
 
     source        which combination of candidates fills the tree: "heads", "lookup" or "both"
-    sources       for each combination "paths" and "hit_rates" of its largest tree, and "tokens_per_step" by
-                  number of nodes, of answers that the trees were not grown on
+    sources       for each combination "paths" and "hit_rates" of the largest tree proposed; "lookup_rates",
+                  by depth the probability that a token of lookup is right where those above it are; and
+                  "tokens_per_step" by number of nodes read, of answers that the trees were not grown on
     step_seconds  {device: {batch: {nodes: seconds of a step}}}, with `source`
     chosen        {device: {batch: nodes}}, what follows from both; for the reader
     device, temperature, model_fingerprint, heads_fingerprint, prompts
@@ -30,7 +31,7 @@ import ml_dtypes
 import numpy as np
 
 from medusa_jax.errors import UserError, read_json_value, write_atomically
-from medusa_jax.tree import RankPath, Tree, tree_of
+from medusa_jax.tree import MAX_DEPTH, RankPath, Tree, tree_of
 from medusa_jax.weights import fingerprint, hub
 
 if TYPE_CHECKING:
@@ -48,10 +49,12 @@ class Source:
     """What one combination of candidates reaches.
 
     rates: for each path the probability that all of it is right. tokens_per_step: by number of nodes.
+    lookup_rates: see `selection.Selection`; none where that was not measured.
     """
 
     rates: dict[RankPath, float]
     tokens_per_step: dict[int, float] = dataclasses.field(default_factory=dict)
+    lookup_rates: tuple[float, ...] = ()
 
     def gain(self, nodes: int) -> float:
         """Tokens per step of the tree of so many nodes; where not measured, what its rates add up to."""
@@ -158,7 +161,11 @@ def _sources(value: Mapping[str, Any], path: Path) -> dict[str, Source]:
         _, rates = tree_of(fields, where)
         if rates is None:
             raise UserError(f'{where}: there are no "hit_rates"')
-        sources[name] = Source(rates, _by_number(fields.get("tokens_per_step", {}), where))
+        looked_up = fields.get("lookup_rates", [])
+        if not isinstance(looked_up, list) or not all(_is_number(v) and 0 <= v <= 1 for v in looked_up):
+            raise UserError(f'{where}: "lookup_rates" are not numbers between 0 and 1')
+        gains = _by_number(fields.get("tokens_per_step", {}), where)
+        sources[name] = Source(rates, gains, tuple(map(float, looked_up[:MAX_DEPTH])))
     return sources
 
 

@@ -20,8 +20,8 @@ class Stats:
 
     tokens_per_second counts prefill and decoding. accepted_by_depth[d] is the number of steps that
     emitted exactly d guesses besides the step's own token, hits_by_node[n] the number of steps whose
-    emitted path holds node n of the tree. lossy: the acceptance rule does not keep the model's own
-    distribution.
+    emitted path holds node n of the proposed tree. lossy: the acceptance rule does not keep the model's
+    own distribution.
     """
 
     new_tokens: int
@@ -54,7 +54,7 @@ def completion(prompt: Prompt, job: Job, plan: Plan) -> Completion:
     """The result of a finished job. `prompt` is given back as text: of messages, the last user's."""
     assert job.finish_reason is not None
     new, seconds = len(job.token_ids), job.prefill_seconds + job.decode_seconds
-    tree, steps = plan.tree, job.accepted()
+    tree, steps = plan.proposed, job.accepted()
     by_depth, hits = [0] * (tree.max_depth + 1), [0] * tree.nodes
     for node, guesses in steps:
         by_depth[guesses] += 1

@@ -14,11 +14,12 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from medusa_jax import backbone, cache, propose, sampling, sharding, verify
+from medusa_jax import backbone, cache, propose, sampling, selection, sharding, verify
 from medusa_jax.backbone import Params
 from medusa_jax.config import MedusaConfig, ModelConfig
 from medusa_jax.heads import HeadParams
 from medusa_jax.propose import Draft, Layout
+from medusa_jax.selection import Selection
 from medusa_jax.tree import Tree
 
 MAX_END_TOKENS = 8
@@ -41,7 +42,8 @@ class DecodeState:
     active: jax.Array  # [B] bool: still decoding
     broken: jax.Array  # [B] bool: the model gave logits that are not finite
     hidden: jax.Array  # [B, D] the state that chose the last token, which the heads guess from
-    # [B, S] int32: where a step's root stands, the deepest node of its tree that was emitted; -1 elsewhere.
+    # [B, S] int32: where a step's root stands, the deepest node of the proposed tree that was emitted;
+    # -1 elsewhere.
     step_nodes: jax.Array
     sampling: sampling.RowSampling
     end_tokens: jax.Array  # [B, MAX_END_TOKENS] int32, padded with -1
@@ -60,21 +62,31 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a step guesses, and from what: static, so another plan is another program."""
+    """What a step guesses, and from what: static, so another plan is another program.
+
+    tree: the nodes that a step reads. With a selection it is as many of those of a larger tree, chosen anew
+    by each row at each step.
+    """
 
     tree: Tree
     heads: MedusaConfig | None = None
     lookup: bool = False
+    selection: Selection | None = None
 
     @classmethod
     def plain(cls) -> Plan:
         """One node: token by token."""
         return cls(Tree.single())
 
+    @property
+    def proposed(self) -> Tree:
+        """The tree of all guesses; its nodes are those of statistics and of `step_nodes`."""
+        return self.tree if self.selection is None else self.selection.tree
+
     @functools.cached_property
     def layout(self) -> Layout:
-        """Where the lists of the tree's nodes come from."""
-        return Layout.of(self.tree, self.heads)
+        """Where the lists of the proposed nodes come from."""
+        return Layout.of(self.proposed, self.heads)
 
 
 def empty(config: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> DecodeState:
@@ -188,16 +200,21 @@ def step(
 
     Plain decoding is the plan of one node. Every active row emits at least one token.
     """
-    tree, lengths = plan.tree, state.cache.lengths
+    tree, lengths = plan.proposed, state.cache.lengths
     root = jnp.take_along_axis(state.tokens, lengths[:, None], axis=1)[:, 0]
     noise = _noise(state, tree, config.vocab_size)
     with jax.named_scope("propose"):
         draft = _propose(params, heads, state, plan, root, noise)
+        tokens, depth, ancestors = draft.tokens, jnp.asarray(tree.depth)[None], jnp.asarray(tree.ancestors)
+        if plan.selection is not None:
+            warm = state.sampling.temperature > 0
+            draft, nodes = selection.read(plan.selection, draft, plan.tree.nodes, warm)
+            tokens = jnp.take_along_axis(draft.tokens, nodes, axis=1)
+            depth, ancestors = depth[0, nodes], ancestors[nodes[:, :, None], nodes[:, None, :]]
     with jax.named_scope("forward"):
-        depth, ancestors = jnp.asarray(tree.depth), jnp.asarray(tree.ancestors)
-        positions = lengths[:, None] + depth[None]
-        hidden, new = backbone.forward(params, config, draft.tokens, positions, ancestors, state.cache)
-        logits = backbone.unembed(params, config, hidden)  # [B, N, V]
+        positions = lengths[:, None] + depth
+        hidden, new = backbone.forward(params, config, tokens, positions, ancestors, state.cache)
+        logits = backbone.unembed(params, config, hidden)  # [B, nodes read, V]
 
     def seen() -> jax.Array:
         return sampling.history_mask(state.tokens, state.known, config.vocab_size)
@@ -217,17 +234,18 @@ def step(
         # A path that depends on the choice puts the cache's write after all of its reads: without an order
         # between them XLA:CPU copies the whole cache first. With one node the choice must be named for it.
         path = path + jnp.minimum(chosen, 0)
+        place = draft.places(verdict.node)[:, None]
         after = _emit(state, tokens, verdict.accepted + 1, state.active)
-        at_node = jnp.take_along_axis(logits, verdict.node[:, None, None], axis=1)[:, 0]
+        at_node = jnp.take_along_axis(logits, place[..., None], axis=1)[:, 0]
         after = _end_broken(after, at_node, state.active)
         emitted = after.known - state.known
         moved = (emitted > 0)[:, None]
-        kept = jnp.take_along_axis(hidden, verdict.node[:, None, None], axis=1)[:, 0]
+        kept = jnp.take_along_axis(hidden, place[..., None], axis=1)[:, 0]
         last = jnp.take_along_axis(path, jnp.minimum(emitted, verdict.accepted)[:, None], axis=1)
         at_root = moved & (jnp.arange(after.tokens.shape[1])[None] == lengths[:, None])
         return dataclasses.replace(
             after,
-            cache=cache.commit(state.cache, new, path, emitted),
+            cache=cache.commit(state.cache, new, draft.places(path), emitted),
             hidden=jnp.where(moved, kept, state.hidden),
             step_nodes=jnp.where(at_root, last, after.step_nodes),
         )
@@ -252,7 +270,7 @@ def _propose(
     noise: jax.Array,
 ) -> Draft:
     """The tree's tokens; see `propose.propose`."""
-    rows, tree = state.sampling, plan.tree
+    rows, tree = state.sampling, plan.proposed
     warm = rows.temperature > 0
     if plan.lookup:
         found = propose.lookup(state.tokens, state.known, tree.max_depth)
@@ -277,8 +295,9 @@ def _propose(
     if heads is not None and heads.token_map is not None:
         ranking = ranking[:, :, heads.token_map]
     scale = jnp.where(warm, 1 / jnp.where(warm, rows.temperature, 1), 1.0)
+    log_lookup = None if plan.selection is None else plan.selection.log_lookup
     return propose.propose(
-        tree, plan.heads, heads, embedding, unembedding, state.hidden, root, scale, ranking, found
+        tree, plan.heads, heads, embedding, unembedding, state.hidden, root, scale, ranking, found, log_lookup
     )
 
 

@@ -17,6 +17,7 @@ from medusa_jax.backbone import Params
 from medusa_jax.config import MedusaConfig, ModelConfig
 from medusa_jax.decode import DecodeState, Plan, Report, Request
 from medusa_jax.heads import HeadParams
+from medusa_jax.tree import Tree
 
 # XLA may fetch an array onto the chip, have it updated there and copy it back whole. Shards of a cache are
 # small enough for that, and 0.5, its default for bytes used over bytes copied, just lets it pass: read once,
@@ -127,6 +128,17 @@ class Programs:
             return jax.jit(program).lower(self.params, given, tokens, *scalars)
 
         return self._get(("replay", length, heads, depth), build)
+
+    def drafts(self, length: int, tree: Tree, heads: MedusaConfig, lookup: bool) -> Callable[..., Any]:
+        """(params, heads, tokens [length] int32, seed uint32, temperature float32) -> see `replay.drafts`."""
+
+        def build() -> Any:
+            program = partial(replay.drafts, config=self.config, heads_config=heads, tree=tree, lookup=lookup)
+            tokens = jax.ShapeDtypeStruct((length,), jnp.int32)
+            scalars = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.float32)
+            return jax.jit(program).lower(self.params, self.heads, tokens, *scalars)
+
+        return self._get(("drafts", length, tree, heads, lookup), build)
 
     def log_probs(self, length: int) -> Callable[..., jax.Array]:
         """(params, tokens [length] int32) -> see `replay.log_probs`."""

@@ -28,13 +28,22 @@ MATCHES = (2, 5)  # shortest and longest run of tokens that lookup compares
 class Draft:
     """What was proposed. Lists and scores are those of the inner nodes, several of which may share one.
 
-    `Layout` says which list and which scores a node's children were taken from.
+    `Layout` says which list and which scores a node's children were taken from. promise and place are there
+    where a step reads only some of the nodes (see `selection`).
     """
 
     tokens: jax.Array  # [B, N] int32: the tree, EMPTY at empty nodes
     lists: jax.Array  # [B, lists, R] int32, EMPTY where a list is shorter
     certain: jax.Array  # [B, lists] bool: the first entry is lookup's, not drawn from the heads
     scores: jax.Array  # [B, scores, V'] float32: log q up to a constant, at the row's temperature
+    promise: jax.Array | None = None  # [B, N] float32: log of the estimate that a node's whole path is right
+    place: jax.Array | None = None  # [B, N] int32: where a node that is read stands in the forward
+
+    def places(self, node: jax.Array) -> jax.Array:
+        """Where nodes [B, ...] stand in the forward; anywhere for those that are not read."""
+        if self.place is None:
+            return node
+        return jnp.take_along_axis(self.place, node.reshape(node.shape[0], -1), axis=1).reshape(node.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,16 +119,26 @@ def lookup(tokens: jax.Array, known: jax.Array, length: int) -> jax.Array:
     return jax.vmap(one)(tokens, known)
 
 
-def put_first(lists: jax.Array, first: jax.Array) -> jax.Array:
-    """lists [B, n, R] with first [B, n] moved or put to their head; EMPTY changes nothing."""
+def put_first(
+    lists: jax.Array, first: jax.Array, values: jax.Array | None = None, value: jax.Array | float = 0.0
+) -> tuple[jax.Array, jax.Array | None]:
+    """lists [B, n, R] with first [B, n] moved or put to their head; EMPTY changes nothing.
+
+    values [B, n, R] of the lists' entries are moved with them, behind the one that `first` then has.
+    """
     R = lists.shape[-1]
     found = lists == first[..., None]
     # Entries before its old place move down by one; without an old place the last entry falls out.
     place = jnp.where(jnp.any(found, axis=-1), jnp.argmax(found, axis=-1), R - 1)
-    rank = jnp.arange(R)[None, None]
-    shifted = jnp.concatenate([first[..., None], lists[..., :-1]], axis=-1)
-    moved = jnp.where(rank <= place[..., None], shifted, lists)
-    return jnp.where(first[..., None] == EMPTY, lists, moved)
+    moves = (jnp.arange(R)[None, None] <= place[..., None]) & (first != EMPTY)[..., None]
+
+    def move(entries: jax.Array, head: jax.Array) -> jax.Array:
+        return jnp.where(moves, jnp.concatenate([head[..., None], entries[..., :-1]], axis=-1), entries)
+
+    moved = (
+        None if values is None else move(values, jnp.broadcast_to(value, first.shape).astype(values.dtype))
+    )
+    return move(lists, first), moved
 
 
 def propose(
@@ -133,17 +152,21 @@ def propose(
     scale: jax.Array,
     noise: jax.Array,
     found: jax.Array,
+    log_lookup: np.ndarray | None = None,
 ) -> Draft:
     """Fill a tree.
 
     hidden [B, D]: the state that chose the root [B]. embedding, unembedding [V, D]: the model's tables.
     scale [B]: one over the temperature. noise [B, at least min(depth, M), V']: added to the scaled scores
     before they are ranked. found [B, depth]: lookup's continuation of the root, EMPTY where there is none.
+    log_lookup [depth]: log of the rate at which its tokens are right; with it the draft has promises, for
+    which a head's guess counts with the head's own probability.
     """
     B = root.shape[0]
     layout = Layout.of(tree, config)
     R = max(tree.width, 1)
     tokens = jnp.full((B, tree.nodes), EMPTY, jnp.int32).at[:, 0].set(root)
+    promise = None if log_lookup is None else jnp.zeros((B, tree.nodes), jnp.float32)
     lists, certain, scores = [], [], []
     path = embedding[root][:, None, None]  # [B, parents of this depth, depth + 1, D]
     together = _score_together(tree, config, params, unembedding, hidden)
@@ -151,6 +174,7 @@ def propose(
     for depth, parents in enumerate(layout.parents):
         n = len(parents)
         ranked = jnp.full((B, 1, R), EMPTY, jnp.int32)
+        likely = None if promise is None else jnp.full((B, 1, R), -jnp.inf, jnp.float32)
         if config is not None and depth < config.num_heads:
             assert params is not None
             if together is None:
@@ -162,18 +186,30 @@ def propose(
             best = top_k(scored + noise[:, depth, None], R)
             ranked = best if params.token_map is None else params.token_map[best]
             # Heads that score fewer than R tokens leave the end of the list empty.
-            ranked = jnp.pad(ranked, [(0, 0), (0, 0), (0, R - ranked.shape[-1])], constant_values=EMPTY)
+            short = [(0, 0), (0, 0), (0, R - ranked.shape[-1])]
+            ranked = jnp.pad(ranked, short, constant_values=EMPTY)
+            if likely is not None:
+                values = jnp.take_along_axis(scored, best, axis=-1)
+                above_all = values[..., :1]  # without noise, and with it promises are not used
+                total = jnp.sum(jnp.exp(scored - above_all), axis=-1, keepdims=True)
+                likely = jnp.minimum(values - above_all - jnp.log(total), 0)
+                likely = jnp.pad(likely, short, constant_values=-jnp.inf)
             scores.append(scored)
         first = jnp.full((B, n), EMPTY, jnp.int32)
         on_spine = np.flatnonzero(parents == tree.spine[depth])
         if on_spine.size:
             first = first.at[:, on_spine[0]].set(found[:, depth])
-        ranked = put_first(jnp.broadcast_to(ranked, (B, n, R)).astype(jnp.int32), first)
+        ranked = jnp.broadcast_to(ranked, (B, n, R)).astype(jnp.int32)
+        likely = None if likely is None else jnp.broadcast_to(likely, (B, n, R))
+        ranked, likely = put_first(ranked, first, likely, 0.0 if log_lookup is None else log_lookup[depth])
         lists.append(ranked)
         certain.append(first != EMPTY)
         children = np.flatnonzero(tree.depth == depth + 1)
         own = np.searchsorted(parents, tree.parent[children])
         tokens = tokens.at[:, children].set(ranked[:, own, tree.rank[children]])
+        if promise is not None and likely is not None:
+            above = promise[:, tree.parent[children]]
+            promise = promise.at[:, children].set(above + likely[:, own, tree.rank[children]])
         if config is not None and config.conditioned and depth + 1 < min(config.num_heads, tree.max_depth):
             inner = layout.parents[depth + 1]
             above = path[:, np.searchsorted(parents, tree.parent[inner])]
@@ -185,6 +221,7 @@ def propose(
         lists=jnp.concatenate([*lists, jnp.full((B, 1, R), EMPTY, jnp.int32)], axis=1),
         certain=jnp.concatenate([*certain, jnp.zeros((B, 1), bool)], axis=1),
         scores=jnp.concatenate([*scores, empty_scores], axis=1),
+        promise=promise,
     )
 
 

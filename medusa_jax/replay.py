@@ -187,6 +187,57 @@ def combined_ranks(
     return ranks
 
 
+def drafts(
+    params: Params,
+    made: HeadParams,
+    tokens: jax.Array,
+    seed: jax.Array,
+    temperature: jax.Array,
+    *,
+    config: ModelConfig,
+    heads_config: MedusaConfig,
+    tree: Tree,
+    lookup: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What a step at each place of a text would propose: tokens [T, U], their promise [T, U], found [T].
+
+    tokens [T], a multiple of BUCKET: one text, answered with this seed and temperature. Entry [t] follows the
+    root t + 1. tree: of U nodes. In the promise lookup's guesses count as certain; found: whether it has any.
+    """
+    T, depth = tokens.shape[0], tree.max_depth
+    found = lookups(tokens, depth) if lookup else jnp.full((T, depth), propose.EMPTY, jnp.int32)
+    embedding = params["model"]["embed_tokens"]["weight"]
+    unembedding = backbone.unembedding_table(params)
+    scale = jnp.where(temperature > 0, 1 / jnp.where(temperature > 0, temperature, 1), 1.0)
+
+    def part(given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        hidden, root, looked, place = given
+        ahead = place[:, None] + 2 + jnp.arange(heads_config.num_heads)[None]
+        noise = sampling.gumbel(jnp.broadcast_to(seed, place.shape), ahead, config.vocab_size)
+        noise = noise if made.token_map is None else noise[..., made.token_map]
+        draft = propose.propose(
+            tree,
+            heads_config,
+            made,
+            embedding,
+            unembedding,
+            hidden,
+            root,
+            jnp.broadcast_to(scale, place.shape),
+            jnp.where(temperature > 0, noise, 0),
+            looked,
+            np.zeros(depth, np.float32),
+        )
+        assert draft.promise is not None
+        return draft.tokens, draft.promise
+
+    given = states(params, config, tokens), jnp.roll(tokens, -1), found, jnp.arange(T, dtype=jnp.int32)
+    parts = [value.reshape(-1, BUCKET, *value.shape[1:]) for value in given]
+    drafted, promise = jax.lax.map(part, tuple(parts))
+    has = jnp.any(found != propose.EMPTY, axis=-1)
+    return drafted.reshape(T, -1), promise.reshape(T, -1), has
+
+
 def hit_rates(ranks: Sequence[np.ndarray], ranks_kept: int = 10) -> dict[RankPath, float]:
     """For each path of ranks the share of places where all of its guesses are right; input of `Tree.grow`.
 

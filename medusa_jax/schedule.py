@@ -146,7 +146,7 @@ class Engine:
 
     def slots_for(self, cached: int, unread: int, limit: int) -> int:
         """See `decode.slots_for`."""
-        return decode.slots_for(cached, unread, limit, self.plan.tree.max_depth)
+        return decode.slots_for(cached, unread, limit, self.plan.proposed.max_depth)
 
 
 @dataclasses.dataclass

@@ -22,6 +22,7 @@ from medusa_jax.calibration import Calibration, Source
 from medusa_jax.config import MedusaConfig
 from medusa_jax.decode import Plan
 from medusa_jax.errors import is_file
+from medusa_jax.selection import LOOKUP_RATE, Selection
 from medusa_jax.tree import RankPath, Tree
 from medusa_jax.weights import fingerprint
 
@@ -49,7 +50,8 @@ _PUBLISHED_RATES = (
     (0.147, 0.078, 0.047, 0.039, 0.029),
     (0.118, 0.069, 0.048, 0.037, 0.028),
 )
-_LOOKUP_DEPTH, _LOOKUP_RATE = 7, 0.1  # a match is rare but goes on for long; not measured
+LOOKUP_DEPTH = 7
+_MATCH_RATE = 0.1  # a match is rare but goes on for long; not measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +89,7 @@ class AutoTree:
             key=lambda one: ((one.temperature > 0) != (temperature > 0), abs(one.temperature - temperature)),
         )
         if not nearest and self.tree is not None:
-            return Choice(self._cut(self.tree, "heads" if self.lookup is False else "both"))
+            return Choice(plan_of(self.tree, self.heads, "heads" if self.lookup is False else "both"))
         known = [*nearest, self.shipped or assumed(self.heads)]
         for one in known:
             seconds = one.seconds(self.device, batch)
@@ -113,17 +115,29 @@ class AutoTree:
         return one.sources.get(self._name(one)) or one.sources[one.source]
 
     def _plan(self, one: Calibration, nodes: int, batch: int, why: str) -> Choice:
-        plan = self._cut(Tree.grow(self._source(one).rates, nodes), self._name(one))
+        plan = plan_for(self._source(one), nodes, self.heads, self._name(one))
         note = f"batch {batch}: {why}; decoding plainly" if plan.tree.nodes == 1 else None
         return Choice(plan, note)
 
-    def _cut(self, tree: Tree, name: str) -> Plan:
-        """The plan of this tree, as deep as these candidates reach."""
-        if name == "heads" and self.heads is not None:
-            tree = tree.cut(self.heads.num_heads)
-        if tree.nodes == 1:
-            return Plan.plain()
-        return Plan(tree, None if name == "lookup" else self.heads, name != "heads")
+
+def plan_of(tree: Tree, heads: MedusaConfig | None, name: str) -> Plan:
+    """The plan of this tree filled by the candidates of this name, cut to where they reach."""
+    if name == "heads" and heads is not None:
+        tree = tree.cut(heads.num_heads)
+    if tree.nodes == 1:
+        return Plan.plain()
+    return Plan(tree, None if name == "lookup" else heads, name != "heads")
+
+
+def plan_for(source: Source, nodes: int, heads: MedusaConfig | None, name: str) -> Plan:
+    """The plan that reads so many nodes, where heads are asked chosen from a larger tree at each step."""
+    plan = plan_of(Tree.grow(source.rates, nodes), heads, name)
+    if plan.heads is None:
+        return plan
+    reach = {p: rate for p, rate in source.rates.items() if plan.lookup or len(p) <= plan.heads.num_heads}
+    looked_up = (source.lookup_rates or (LOOKUP_RATE,)) if plan.lookup else None
+    depth = max(LOOKUP_DEPTH, plan.tree.max_depth)
+    return dataclasses.replace(plan, selection=Selection.around(plan.tree, reach, looked_up, depth))
 
 
 def best_size(source: Source, seconds: Mapping[int, float]) -> int:
@@ -191,7 +205,7 @@ def beside(heads: Path) -> tuple[Calibration | None, Tree | None]:
 
 def assumed(heads: MedusaConfig | None) -> Calibration:
     """Published rates, as far as these heads reach; without heads lookup's chain. Nothing is timed."""
-    chain: dict[RankPath, float] = {(0,) * length: _LOOKUP_RATE for length in range(1, _LOOKUP_DEPTH + 1)}
+    chain: dict[RankPath, float] = {(0,) * length: _MATCH_RATE for length in range(1, LOOKUP_DEPTH + 1)}
     if heads is None:
         return Calibration("lookup", {"lookup": Source(chain)})
     depth = min(heads.num_heads, len(_PUBLISHED_RATES))

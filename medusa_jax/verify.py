@@ -48,7 +48,7 @@ def verify(
     noise: jax.Array,
     seen: Callable[[], jax.Array],
 ) -> Verdict:
-    """Judge a draft by the model's logits [B, N, V].
+    """Judge a draft by the model's logits [B, N, V], of the nodes that were read (see `Draft.places`).
 
     known [B]: tokens of the text with the root, so that a child of the root has position known. noise
     [B, depths + 1, V]: Gumbel noise of positions known, known + 1, ...; read by warm rows only. seen() gives
@@ -84,9 +84,16 @@ def _at(values: jax.Array, node: jax.Array) -> jax.Array:
 def greedy(tree: Tree, draft: Draft, logits: jax.Array) -> Verdict:
     """All nodes at once: a node matches if its token is its parent's most likely next one."""
     choice = sampling.argmax(logits)  # [B, N]
-    matches = (draft.tokens == choice[:, tree.parent]).at[:, 0].set(True)
+    matches = (draft.tokens == _of_parents(tree, draft, choice)).at[:, 0].set(True)
     node, accepted = deepest(tree, matches)
-    return Verdict(node, accepted, _at(choice, node))
+    return Verdict(node, accepted, _at(choice, draft.places(node)))
+
+
+def _of_parents(tree: Tree, draft: Draft, values: jax.Array) -> jax.Array:
+    """values [B, nodes read] of each node's parent: [B, N]."""
+    if draft.place is None:
+        return values[:, tree.parent]
+    return jnp.take_along_axis(values, draft.place[:, tree.parent], axis=1)
 
 
 def typical(tree: Tree, draft: Draft, logits: jax.Array, rows: RowSampling) -> Verdict:
@@ -96,12 +103,13 @@ def typical(tree: Tree, draft: Draft, logits: jax.Array, rows: RowSampling) -> V
     entropy = -jnp.sum(jnp.exp(log_p) * jnp.where(jnp.isfinite(log_p), log_p, 0), axis=-1)
     threshold = jnp.minimum(rows.epsilon[:, None], rows.delta[:, None] * jnp.exp(-entropy))  # [B, N]
     guess = jnp.maximum(draft.tokens, 0)
-    its = jax.vmap(lambda row, at: row[tree.parent, at])(log_p, guess)  # log p of each node under its parent
-    accept = (draft.tokens != EMPTY) & (jnp.exp(its) > threshold[:, tree.parent])
+    above = draft.places(jnp.broadcast_to(jnp.asarray(tree.parent), guess.shape))
+    its = jax.vmap(lambda row, parent, at: row[parent, at])(log_p, above, guess)  # log p under the parent
+    accept = (draft.tokens != EMPTY) & (jnp.exp(its) > _of_parents(tree, draft, threshold))
     its = its.at[:, 0].set(0)
     likelihood = jnp.sum(jnp.where(jnp.asarray(tree.ancestors)[None], its[:, None, :], 0), axis=-1)
     node, accepted = deepest(tree, accept.at[:, 0].set(True), likelihood)
-    return Verdict(node, accepted, sampling.argmax(_at(logits, node)))
+    return Verdict(node, accepted, sampling.argmax(_at(logits, draft.places(node))))
 
 
 def residual(p: jax.Array, q: jax.Array, x: jax.Array, certain: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -200,14 +208,17 @@ def _careful(
         # A certain guess is visited first, and is no draw from the heads.
         uniforms = sampling.uniform(rows.seed, position, guesses.shape[1])
         kids = children[node]  # [B, R]
-        taken, left = siblings(p, q, guesses, certain, kids >= 0, uniforms)
+        in_tree = (kids >= 0) & (jnp.take_along_axis(draft.tokens, jnp.maximum(kids, 0), axis=1) != EMPTY)
+        taken, left = siblings(p, q, guesses, certain, in_tree, uniforms)
         child = jnp.where(taken >= 0, _at(kids, jnp.maximum(taken, 0)), -1)
         g = sampling.gumbel(rows.seed, position[:, None], V, sampling.RESIDUAL_STREAM)[:, 0]
         return child, sampling.argmax(jnp.log(left) + g)
 
     def descend(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         depth, node, alive, accepted, chosen, used = carry
-        here = sampling.penalise(_at(logits, node)[:, None], used[:, None], rows.repetition_penalty)
+        here = sampling.penalise(
+            _at(logits, draft.places(node))[:, None], used[:, None], rows.repetition_penalty
+        )
         tempered = sampling.temper(here, rows)
         its_noise = jax.lax.dynamic_index_in_dim(noise, depth, axis=1)
         choice = sampling.pick(here, tempered, rows, its_noise)[:, 0]

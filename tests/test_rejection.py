@@ -1,5 +1,6 @@
 """That `rejection` is lossless: by exact enumeration, and by counting what real steps emit."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -11,6 +12,7 @@ import pytest
 from medusa_jax import backbone, decode, heads, sampling, verify
 from medusa_jax.config import MedusaConfig, ModelConfig
 from medusa_jax.propose import EMPTY, Draft, Layout
+from medusa_jax.selection import Selection
 from medusa_jax.tree import Tree
 
 # ------------------------------------------------------------------------------- exact enumeration
@@ -284,7 +286,7 @@ def after_reading():
     return program(params)
 
 
-def two_steps(kind, *, lookup, top_k=0, n=N):
+def two_steps(kind, *, lookup, top_k=0, n=N, reads=None):
     """Counts [V * V] of the first two tokens that n rows with seeds of their own emit in two steps."""
     config, params = base()
     made = head_config = None
@@ -297,6 +299,10 @@ def two_steps(kind, *, lookup, top_k=0, n=N):
         noisy = {k: np.float32(x + 0.3 * rng.normal(size=x.shape)) for k, x in made.layers.items()}
         made = made.replace(layers=noisy)
     plan, known = decode.Plan(PLAN_TREE, head_config, lookup), len(TEXT)
+    if reads is not None:
+        rates = tuple(0.9 ** (1 + sum(path) + len(path)) for path in PLAN_TREE.paths)
+        few = Tree.grow(dict(zip(PLAN_TREE.paths, rates, strict=True)), reads)
+        plan = dataclasses.replace(plan, tree=few, selection=Selection(PLAN_TREE, rates, (0.8,)))
 
     @jax.jit
     def step(state, seeds):
@@ -323,8 +329,9 @@ def two_steps(kind, *, lookup, top_k=0, n=N):
     ("kind", "lookup", "top_k"),
     [("independent", False, 0), ("conditioned", True, 0), ("draft vocabulary", True, 4), ("none", True, 0)],
 )
-def test_real_steps_follow_the_target(kind, lookup, top_k):
-    counts = two_steps(kind, lookup=lookup, top_k=top_k)
+@pytest.mark.parametrize("reads", [None, 4])
+def test_real_steps_follow_the_target(kind, lookup, top_k, reads):
+    counts = two_steps(kind, lookup=lookup, top_k=top_k, reads=reads)
     statistic, freedom = chi_square(counts, next_two(top_k))
     assert statistic < QUANTILES[freedom]
 

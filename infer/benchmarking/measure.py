@@ -147,7 +147,7 @@ def _prepare(lm: MedusaLM, jobs: Sequence[Job], batch: int) -> float:
     if not new:
         return 0.0
     by_chunk = {decode.chunk_for(len(job.prompt_ids)): job for job in jobs}
-    steps = WARM_STEPS * (lm.plan.tree.max_depth + 1)
+    steps = WARM_STEPS * (lm.plan.proposed.max_depth + 1)
     short = [
         dataclasses.replace(
             job,
