@@ -215,7 +215,7 @@ def build_medusa(
         for depth in range(1, medusa.num_heads + 1)
         for path in itertools.product(range(10), repeat=depth)
     }
-    plan = decode.Plan(Tree.grow(rates, nodes), medusa)
+    plan = plan_for(Source(rates), nodes, medusa, "heads")
     return built(made.run(batch, SLOTS, plan), made, made.state_shape(batch, SLOTS), batch * nodes)
 
 

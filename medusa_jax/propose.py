@@ -70,8 +70,8 @@ class Layout:
         return cls(tuple(parents), list_of, scores_of)
 
 
-def top_k(scores: jax.Array, k: int) -> jax.Array:
-    """Indices [..., min(k, V)] of the largest of scores [..., V], largest first, of equal ones the first.
+def top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Values and indices [..., min(k, V)] of the largest of scores [..., V], largest first, then the first.
 
     The k largest lie in the k blocks with the largest maxima, so only those are searched: a top-k over a
     whole vocabulary is a full sort on TPU, and a gather of all scores where the vocabulary is sharded. Of a
@@ -80,16 +80,17 @@ def top_k(scores: jax.Array, k: int) -> jax.Array:
     *leading, V = scores.shape
     rows = scores.reshape(-1, V)
     if sampling.block_size(V) == 1:
-        at = jax.lax.top_k(rows, min(k, V))[1]
+        values, at = jax.lax.top_k(rows, min(k, V))
     else:
         blocks = sampling.in_blocks(rows)
         size = blocks.shape[-1]
         # In their own order, so that of equal scores the first is found, and the padding last: never used.
         best = jnp.sort(jax.lax.top_k(jnp.max(blocks, axis=-1), k)[1], axis=-1)  # [rows, k]
         inside = jnp.take_along_axis(blocks, best[:, :, None], axis=1).reshape(-1, k * size)
-        at = jax.lax.top_k(inside, k)[1]
+        values, at = jax.lax.top_k(inside, k)
         at = jnp.take_along_axis(best, at // size, axis=-1) * size + at % size
-    return at.reshape(*leading, at.shape[-1])
+    shape = (*leading, at.shape[-1])
+    return values.reshape(shape), at.reshape(shape)
 
 
 def lookup(tokens: jax.Array, known: jax.Array, length: int) -> jax.Array:
@@ -183,16 +184,15 @@ def propose(
                 scored = heads.logits(params, config, z, depth, unembedding) * scale[:, None, None]
             else:
                 scored = together[:, depth, None]
-            best = top_k(scored + noise[:, depth, None], R)
+            values, best = top_k(scored + noise[:, depth, None], R)
             ranked = best if params.token_map is None else params.token_map[best]
             # Heads that score fewer than R tokens leave the end of the list empty.
             short = [(0, 0), (0, 0), (0, R - ranked.shape[-1])]
             ranked = jnp.pad(ranked, short, constant_values=EMPTY)
             if likely is not None:
-                values = jnp.take_along_axis(scored, best, axis=-1)
-                above_all = values[..., :1]  # without noise, and with it promises are not used
-                total = jnp.sum(jnp.exp(scored - above_all), axis=-1, keepdims=True)
-                likely = jnp.minimum(values - above_all - jnp.log(total), 0)
+                # Rows with noise do not use their promises.
+                total = jnp.sum(jnp.exp(scored - values[..., :1]), axis=-1, keepdims=True)
+                likely = jnp.minimum(values - values[..., :1] - jnp.log(total), 0)
                 likely = jnp.pad(likely, short, constant_values=-jnp.inf)
             scores.append(scored)
         first = jnp.full((B, n), EMPTY, jnp.int32)

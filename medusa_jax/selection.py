@@ -3,8 +3,8 @@
 A tree that is the same at every step spends nodes on guesses that this step's heads hold for unlikely, or
 that lookup has nothing for. So a larger tree is proposed, which costs little beside the model's own forward,
 and each row reads the nodes with the largest promise, its estimate of the probability that the node's whole
-path is right. EAGLE-2 (Li et al. 2024, arXiv 2406.16858) chooses by the draft model's confidence; here a guess
-of a head counts with the head's own probability, and one of lookup's with the rate at which those were right.
+path is right. EAGLE-2 (Li et al. 2024, arXiv 2406.16858) chooses by the draft model's confidence; here one
+of a head counts with the head's own probability, one of lookup with the rate at which those were right.
 
 Rows that sample read the nodes with the largest measured rates, as a tree of that size would have: under
 `rejection` a guess may not be left out because of what was drawn.

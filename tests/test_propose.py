@@ -36,8 +36,9 @@ def test_top_k_equals_sorting(size, k):
     scores[6, -1] = 1  # the rest of its block is padding, which is -inf too
     scores[7] = -np.inf
     expected = np.argsort(-scores, axis=-1, kind="stable")[:, :k]
-    got = jax.jit(propose.top_k, static_argnums=1)(scores.reshape(2, 4, size), k).reshape(8, -1)
-    np.testing.assert_array_equal(got, expected)
+    values, got = jax.jit(propose.top_k, static_argnums=1)(scores.reshape(2, 4, size), k)
+    np.testing.assert_array_equal(got.reshape(8, -1), expected)
+    np.testing.assert_array_equal(values.reshape(8, -1), np.take_along_axis(scores, expected, axis=-1))
 
 
 def put_first_slowly(entries, first):
