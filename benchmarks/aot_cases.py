@@ -26,9 +26,10 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from medusa_jax import backbone, decode, heads, sharding
+from medusa_jax.calibration import Source
 from medusa_jax.config import MedusaConfig, ModelConfig
 from medusa_jax.programs import Programs, compiler_options
-from medusa_jax.tree import Tree
+from medusa_jax.tree_choice import plan_for
 
 LLAMA_2_7B = ModelConfig.from_hf(
     {

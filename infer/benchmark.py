@@ -8,6 +8,7 @@ and plots.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
@@ -163,8 +164,9 @@ def run(argv: Sequence[str] | None = None) -> int:
         resolve(side.params(common), {})
     if args.system is not None:
         cli.check_text(args.system, "--system")
-    if not args.no_plots:
-        _require_matplotlib()
+    if not args.no_plots and importlib.util.find_spec("matplotlib") is None:
+        args.no_plots = True
+        cli.note("note: no plots without matplotlib: pip install 'medusa-jax[plot]'")
     synthetic = args.suite == "synthetic"
     suite = None if synthetic else suites.load(args.suite, args.source, args.turns, args.limit)
     begun: list[tuple[Asking, dict[str, Plan], Journal]] = []
@@ -239,15 +241,6 @@ def _sides(args: argparse.Namespace) -> dict[str, Side]:
     return found
 
 
-def _require_matplotlib() -> None:
-    import importlib.util
-
-    from medusa_jax import UserError
-
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("plots need matplotlib: pip install 'medusa-jax[plot]', or give --no-plots")
-
-
 def _load(args: argparse.Namespace, sides: Mapping[str, Side], expect: Callable[[MedusaLM], Any]) -> None:
     """One model for all sides, with the automatic tree; `plans` makes the others of it."""
     loading = argparse.Namespace(**vars(args))
@@ -319,8 +312,10 @@ def _write(
     for side in results["sides"].values():
         if side["all"].get("speedup") and not side["plain"]:
             own = side["all"]
+            chosen = " (plain by choice)" if side["plain_by_choice"] else ""
             cli.note(
-                f"{side['label']}: {own['speedup']:.2f} times plain, {own['tokens_per_step']:.2f} tokens/step"
+                f"{side['label']}: {own['speedup']:.2f} times plain, "
+                f"{own['tokens_per_step']:.2f} tokens/step{chosen}"
             )
     cli.note(f"results in {folder / 'results.md'}")
 

@@ -88,8 +88,11 @@ def parser(prog: str, description: str, epilog: str) -> Parser:
     return made
 
 
-def add_sampling(made: Parser) -> None:
-    """The flags of `SamplingParams`. Their defaults are the model's own where it has some."""
+def add_sampling(made: Parser, temperature: float | None = None) -> None:
+    """The flags of `SamplingParams`. Their defaults are the model's own where it has some.
+
+    temperature: the command's own default.
+    """
     group = made.add_argument_group("sampling")
     group.add_argument(
         "--max-new-tokens",
@@ -97,7 +100,13 @@ def add_sampling(made: Parser) -> None:
         metavar="N",
         help="most tokens to generate; they take memory (256)",
     )
-    group.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token (0)")
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=temperature,
+        metavar="T",
+        help=f"0 takes the likeliest token ({temperature or 0:g})",
+    )
     group.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest; 0 is off (0)")
     group.add_argument("--top-p", type=float, metavar="P", help="sample within probability mass P (1)")
     group.add_argument(

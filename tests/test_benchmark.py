@@ -367,11 +367,11 @@ def test_an_output_that_is_a_file(tmp_path):
         benchmark.run(["--suite", "synthetic", "--output", str(tmp_path / "o")])
 
 
-def test_plots_need_matplotlib_and_say_so_first(tmp_path, monkeypatch):
+def test_plots_need_matplotlib_and_say_so_first(tmp_path, monkeypatch, capsys):
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        UserError, match=r"plots need matplotlib: pip install 'medusa-jax\[plot\]', or give --no-plots"
-    ):
-        benchmark.run(["--suite", "synthetic", "--output", str(tmp_path / "o")])
+    monkeypatch.setattr(benchmark.cli, "load_model", lambda *given: pytest.fail("read before it was said"))
+    with pytest.raises(UserError, match="nowhere"):
+        benchmark.run(["--suite", str(tmp_path / "nowhere.jsonl"), "--output", str(tmp_path / "o")])
+    assert "note: no plots without matplotlib: pip install 'medusa-jax[plot]'" in capsys.readouterr().err

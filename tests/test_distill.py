@@ -104,6 +104,37 @@ def test_a_journal_of_other_settings_is_not_continued(model, prompts, tmp_path, 
         distill.run(flags(model, prompts, output, "--seed", "9"))
 
 
+@pytest.mark.parametrize("damaged", [b"\0\0\0\0", b"{}", b'{"conversation": 0, "turn": 0, "text": 3}'])
+def test_a_damaged_line_of_the_journal_is_named(tmp_path, damaged):
+    with distill.Journal(tmp_path / "a.jsonl", "f") as journal:
+        journal.add(0, 0, "text", "stop", False)
+    path = tmp_path / "a.jsonl.partial"
+    path.write_bytes(path.read_bytes() + damaged + b"\n" + path.read_bytes().split(b"\n")[1] + b"\n")
+    with (
+        distill.Journal(tmp_path / "a.jsonl", "f") as journal,
+        pytest.raises(UserError, match=r"a.jsonl.partial: line 3 is damaged"),
+    ):
+        journal.read()
+
+
+def test_a_full_disk_is_named(tmp_path):
+    journal = distill.Journal(tmp_path / "a.jsonl", "f")
+    with journal, pytest.raises(UserError, match=r"a.jsonl.partial: cannot be written \(No space"):
+        journal._file.close()
+        journal._file = open("/dev/full", "wb")  # noqa: SIM115 - the journal closes it
+        journal.add(0, 0, "text", "stop", False)
+
+
+def test_nothing_to_write_keeps_the_answers(model, prompts, tmp_path):
+    output = tmp_path / "a.jsonl"
+    short = ["--max-new-tokens", "1", "--unfinished", "drop"]
+    with pytest.raises(UserError, match="no answer to write: 0 prompts too long, 6 answers unfinished"):
+        distill.run(flags(model, prompts, output, *short))
+    assert not output.exists()
+    assert distill.run(flags(model, prompts, output, *short[:2])) == 0  # from the journal
+    assert len(lines(output)) == 6
+
+
 def test_replay_asks_every_turn_of_the_model_itself(model, tmp_path):
     chat = [
         {"from": "gpt", "value": "dropped"},

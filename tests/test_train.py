@@ -16,7 +16,9 @@ from medusa_jax import MedusaLM, SamplingParams, UserError
 from medusa_jax.tree import Tree
 from medusa_jax.weights.head_files import open_heads
 from train import __main__ as train
-from train import loop
+from train import loop, start
+from train.hidden import HiddenStates
+from train.report import Report
 
 ONE = ["--mesh", "data=1"]
 SMALL = [
@@ -221,6 +223,50 @@ def test_stored_hidden_states_give_nearly_the_same_heads(model, data, unbroken, 
         train.run(flags(model, data, tmp_path / "other", *stored, "--sequence-length", "40"))
 
 
+def test_hidden_states_belong_to_the_whole_model(data, tmp_path):
+    """The same weights turned by other angles have other states."""
+    shared = ["--stored-hidden", "--stored-hidden-folder", str(tmp_path / "hidden"), "--steps", "1"]
+    models = [tiny.write_folder(tmp_path / name, tiny.lm()) for name in ("a", "b")]
+    path = models[1] / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": 77.0}))
+    assert train.run(flags(models[0], data, tmp_path / "first", *shared)) == 0
+    with pytest.raises(UserError, match="hidden states of another model"):
+        train.run(flags(models[1], data, tmp_path / "second", *shared))
+
+
+def test_a_store_that_lost_its_states_begins_anew(tmp_path):
+    def compute(numbers):
+        return np.ones((len(numbers), 8, 2), np.float32)
+
+    HiddenStates(tmp_path, "of", (4, 8, 2)).fill(compute, 2)
+    assert HiddenStates(tmp_path, "of", (4, 8, 2)).done == 4
+    with (tmp_path / "hidden.bin").open("r+b") as file:
+        file.truncate(9)
+    for _ in range(2):  # an interruption before anything is computed changes nothing
+        assert HiddenStates(tmp_path, "of", (4, 8, 2)).done == 0
+    (tmp_path / "hidden.json").write_text('{"fingerprint": "of", "shape": [4, 8, 2], "done": "x"}')
+    with pytest.raises(UserError, match="another model or other data"):
+        HiddenStates(tmp_path, "of", (4, 8, 2))
+    with pytest.raises(UserError, match="cannot be written"):
+        HiddenStates(tmp_path / "hidden.bin", "of", (4, 8, 2))
+
+
+def test_a_log_that_cannot_be_written_ends_the_run(tmp_path):
+    report = Report(tmp_path, 2, 0, quiet=False)
+    report._log.close()
+    report._log = open("/dev/full", "w")  # noqa: SIM115 - the report closes it
+    with pytest.raises(UserError, match=r"the log cannot be written \(No space"):
+        report.validation(1, {"loss": 1.0})
+    report.close()
+
+
+def test_an_output_that_cannot_be_made_is_told_before_weights_are_read(model, data, monkeypatch):
+    monkeypatch.setattr(start, "read_model", lambda *given: pytest.fail("read"))
+    for output in ("/proc/none", "/dev/null/x"):
+        with pytest.raises(UserError, match=f"--output {output}: cannot be made"):
+            train.run(flags(model, data, output))
+
+
 def command(model, data, output, *more, prelude=""):
     argv = flags(model, data, output, *more)
     code = "from infer import cli\nfrom train.__main__ import run\n" + prelude
@@ -348,12 +394,23 @@ def test_mistakes_before_any_work(model, data, tmp_path, more, expected):
     assert not (tmp_path / "run").exists()
 
 
-def test_resuming_with_other_heads_is_refused(model, data, unbroken, tmp_path):
+def test_resuming_with_other_options_is_refused(model, data, unbroken, tmp_path):
     import shutil
 
     shutil.copytree(unbroken, tmp_path / "run")
+    output = tmp_path / "run"
+    before = (output / "config.yaml").read_text()
+    for more, message in [
+        (["--num-heads", "3"], "num_heads is 3, but the run was begun with 2"),
+        (["--learning-rate", "0.5"], "learning_rate is 0.5, but the run was begun with"),
+        (["--steps", "1"], "has made 6 steps already, more than 1"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            train.run(flags(model, data, output, "--resume", *more))
+        assert (output / "config.yaml").read_text() == before
+    (output / "config.yaml").unlink()
     with pytest.raises(UserError, match="checkpoint"):
-        train.run(flags(model, data, tmp_path / "run", "--resume", "--num-heads", "3"))
+        train.run(flags(model, data, output, "--resume", "--num-heads", "3"))
 
 
 def test_dry_run_says_what_it_takes(model, data, tmp_path, capsys):

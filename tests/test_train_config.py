@@ -73,6 +73,9 @@ def test_what_is_saved_gives_the_same_run(tmp_path):
         (["--model-loss", "teacher"], "needs backbone 'lora'"),
         (["--int8", "--backbone", "full"], "int8 weights are frozen"),
         (["--stored-hidden", "--backbone", "lora"], "stored_hidden needs backbone 'frozen'"),
+        (["--processes", "2"], "coordinator, processes and process need distributed"),
+        (["--distributed", "--processes", "2", "--process", "2"], "process is 2, expected 0 to 1"),
+        (["--stepz", "4"], "Unrecognized options: --stepz"),
         (["--config", "no-such.yaml"], "no-such.yaml: no such file"),
     ],
 )

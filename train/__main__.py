@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ SETTINGS = "config.yaml"
 def run(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit status."""
     from medusa_jax import UserError
+    from medusa_jax.errors import is_file
 
     try:
         import grain  # noqa: F401
@@ -30,6 +32,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     command = config.parse(argv)
     options = command.options
     output = _output(command)
+    if command.resume and is_file(output / SETTINGS):
+        config.check_resumed(options, output / SETTINGS)
     _join(options)
 
     import jax
@@ -83,7 +87,7 @@ def _train(
     import numpy as np
     import yaml
 
-    from medusa_jax.errors import write_atomically
+    from medusa_jax.errors import UserError, write_atomically
     from medusa_jax.weights.fingerprint import fingerprint
     from train import export, start
     from train.checkpoints import Checkpoints
@@ -95,6 +99,10 @@ def _train(
 
     options, first = plan.config, jax.process_index() == 0
     began = time.perf_counter()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be made ({error.strerror})") from None
     programs = Programs(plan)
     with cli.progress_bar("reading weights") as progress:
         params = start.read_model(plan, programs, checkpoint, progress)
@@ -112,14 +120,16 @@ def _train(
         del params
         params = None
     token_map = None if frozen.token_map is None else np.asarray(frozen.token_map)
-    output.mkdir(parents=True, exist_ok=True)
-    if first:
-        write_atomically(output / SETTINGS, yaml.safe_dump(options.flat(), sort_keys=False).encode())
     kept = Checkpoints(output / "checkpoints", options.run.keep, plan.heads, metadata, token_map)
     saved = None
     if command.resume and (latest := kept.latest()) is not None:
         state, saved = kept.restore(latest, programs.state)
+        if latest > plan.steps:
+            kept.close()
+            raise UserError(f"--resume: the run has made {latest} steps already, more than {plan.steps}")
         cli.note(f"going on after step {latest} of {plan.steps}")
+    if first:  # by now nothing about the run is refused any more
+        write_atomically(output / SETTINGS, yaml.safe_dump(options.flat(), sort_keys=False).encode())
     report = Report(output, plan.steps, int(state.step), quiet=not first)
     interrupts.hand_over()
     try:
@@ -185,9 +195,17 @@ def _join(options: TrainConfig) -> None:
     """Meet the other processes, if there are any; before anything else asks for devices."""
     import jax
 
+    from medusa_jax import UserError
+
     r = options.run
-    if r.distributed:
+    if not r.distributed:
+        return
+    if r.coordinator is not None and not re.fullmatch(r".+:\d{1,5}", r.coordinator):
+        raise UserError(f"--coordinator {r.coordinator}: expected HOST:PORT")
+    try:
         jax.distributed.initialize(r.coordinator, r.processes, r.process)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"--distributed: {' '.join(str(error).split())}") from None
 
 
 if __name__ == "__main__":

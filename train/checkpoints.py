@@ -188,8 +188,12 @@ def _zeros(leaf: Any) -> jax.Array:
 
 
 def _restore_as(ocp: Any, like: Any, *, partial: bool = False) -> Any:
+    # Without a mesh shapes name no device, and Orbax would go by the one that the arrays were saved from.
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
     def one(leaf: Any) -> Any:
-        return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+        placed = leaf.sharding or here
+        return ocp.ArrayRestoreArgs(sharding=placed, global_shape=leaf.shape, dtype=leaf.dtype)
 
     return ocp.args.PyTreeRestore(item=like, restore_args=jax.tree.map(one, like), partial_restore=partial)
 

@@ -107,7 +107,7 @@ class OptimizerOptions:
     heads_multiplier: float = 1.0
     """The heads' rate over the backbone's; biases included."""
     warmup_steps: int = 40
-    """Steps of linear growth to the peak, before the cosine."""
+    """Steps of linear growth to the peak, before the cosine; all of a run that has fewer."""
     final_rate: float = 0.0
     """The rate at the end, as a share of the peak."""
     clip: float = 1.0
@@ -219,9 +219,37 @@ class TrainConfig:
             raise UserError(
                 f"{where}: stored_hidden needs backbone 'frozen': a trained one has no fixed states"
             )
+        r = self.run
+        if not r.distributed and {r.coordinator, r.processes, r.process} != {None}:
+            raise UserError(f"{where}: coordinator, processes and process need distributed")
+        if r.processes is not None and r.process is not None and r.process >= r.processes:
+            raise UserError(f"{where}: process is {r.process}, expected 0 to {r.processes - 1}")
         o = self.optimizer
         if o.microbatch is not None and o.batch_size % o.microbatch:
             raise UserError(f"{where}: microbatch {o.microbatch} does not divide batch_size {o.batch_size}")
+
+
+# What may change between a run and its resumption: where things are, how they are computed, how long it
+# goes on.
+_FREE = {
+    *("model", "data", "epochs", "steps", "microbatch", "remat", "loss_chunk", "heads_dtype"),
+    *("mesh", "distributed", "coordinator", "processes", "process"),
+    *("stored_hidden", "stored_hidden_folder", "log_every", "evaluate_every", "save_every", "keep"),
+}
+
+
+def check_resumed(options: TrainConfig, path: Path) -> None:
+    """Raises UserError where a run was begun with other options than those it is to go on with.
+
+    path: the YAML file of those it was begun with.
+    """
+    before = read_yaml(path)
+    for name, value in options.flat().items():
+        if name not in _FREE and name in before and before[name] != value:
+            raise UserError(
+                f"--resume: {name} is {shown(value)}, but the run was begun with {shown(before[name])} "
+                f"({path}); give it the same options"
+            )
 
 
 _BOUNDS: dict[str, tuple[float, float]] = {
@@ -400,4 +428,5 @@ def _value_of(argv: Sequence[str], flag: str) -> str | None:
 def _one_line(text: str) -> str:
     """What tyro draws in a box, in one line."""
     words = re.sub(r"[\u2500-\u257f]+", " ", text).split("For full helptext")[0]
-    return " ".join(words.split()).strip(" ,") or "the flags cannot be read"
+    line = " ".join(words.split()).strip(" ,")
+    return re.sub(r"^(.+?) (?=\1)", "", line) or "the flags cannot be read"  # title and text say the same

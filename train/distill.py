@@ -7,6 +7,7 @@ on where it stopped; the file itself appears when all are there, in the prompts'
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import io
@@ -36,6 +37,7 @@ train reads. Run the same command again after an interruption: it goes on where 
 """
 
 JOURNAL = ".partial"  # put behind the output's name
+TEMPERATURE = 0.3  # as the paper distils
 _PEEK = 1 << 16  # bytes that tell the kind of a file
 
 
@@ -99,12 +101,12 @@ def make_parser() -> cli.Parser:
         help="leave out longer prompts: the longest decides the memory and the time of all",
     )
     data.add_argument("--system", metavar="TEXT", help='system message; "" removes the template\'s own')
-    cli.add_sampling(made)
+    cli.add_sampling(made, temperature=TEMPERATURE)
     cli.add_medusa(made)
     data.add_argument(
         "--batch-size", type=int, default=64, metavar="B", help="rows that decode at a time (64)"
     )
-    made.set_defaults(temperature=0.3, raw=False)
+    made.set_defaults(raw=False)
     return made
 
 
@@ -243,7 +245,7 @@ def _question(one: Conversation) -> list[dict[str, str]]:
 
 def _finish(args: argparse.Namespace, conversations: Sequence[Conversation]) -> None:
     """Write the answers in the prompts' order, and say how many there are."""
-    from medusa_jax.errors import write_atomically
+    from medusa_jax.errors import UserError, write_atomically
 
     lines, dropped = io.StringIO(), 0
     answered = [one for one in conversations if one.finish_reason is not None]
@@ -253,6 +255,11 @@ def _finish(args: argparse.Namespace, conversations: Sequence[Conversation]) -> 
             continue
         record = {"messages": one.messages, "finish_reason": one.finish_reason, "looping": one.looping}
         lines.write(json.dumps(record, ensure_ascii=False) + "\n")
+    if dropped == len(answered):  # the answers stay in the journal
+        raise UserError(
+            f"--output {args.output}: no answer to write: {len(conversations) - len(answered)} prompts too "
+            f"long, {dropped} answers unfinished (--max-new-tokens, --unfinished mark)"
+        )
     write_atomically(args.output, lines.getvalue().encode())
     left = len(conversations) - len(answered)
     notes = f", {left} left out as too long" if left else ""
@@ -269,11 +276,20 @@ class Journal:
         self._file: Any = None
 
     def read(self) -> dict[tuple[int, int], dict[str, Any]]:
-        """What an interrupted run left, by conversation and turn. A torn last line is cut off."""
+        """What an interrupted run left, by conversation and turn. A torn last line is cut off.
+
+        Raises UserError for a damaged line.
+        """
+        from medusa_jax import UserError
+
         found: dict[tuple[int, int], dict[str, Any]] = {}
-        for line in self._whole_lines():
-            record = json.loads(line)
-            found[record["conversation"], record["turn"]] = record
+        for number, line in enumerate(self._whole_lines(), 2):
+            try:
+                record = json.loads(line.decode())
+                found[record["conversation"], record["turn"]] = record
+                _ = record["text"] + record["finish_reason"], bool(record["looping"])
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f"{self.path}: line {number} is damaged; remove that line") from None
         if found:
             cli.note(f"going on after {len(found)} answers in {self.path}")
         return found
@@ -314,14 +330,23 @@ class Journal:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk was told of when the answer came
+            self._file.close()
 
     def add(self, number: int, turn: int, text: str, finish_reason: str, loops: bool) -> None:
-        """Keep an answer; after a kill it is there, after a power cut perhaps not."""
+        """Keep an answer; after a kill it is there, after a power cut perhaps not.
+
+        Raises UserError where the disk refuses.
+        """
+        from medusa_jax import UserError
+
         record = {"conversation": number, "turn": turn, "text": text}
         record |= {"finish_reason": finish_reason, "looping": loops}
-        self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written ({error.strerror})") from None
 
     def remove(self) -> None:
         """The output is whole: nothing is left to go on with."""

@@ -30,8 +30,8 @@ base_model: {base}
 guess tokens ahead, so that
 {base} decodes several at a time. Use them with
 
-    python -m infer.generate --model {base} --heads THIS_FOLDER
-
+    python -m infer.generate {model}--heads THIS_FOLDER
+{beside}
 ## Training
 
 * Data: {data}
@@ -108,8 +108,16 @@ def card(
             shares = " | ".join(f"{values[f'head{m}/top{k}']:.3f}" for k in range(1, 6))
             rows.append(f"| head {m} | {values[f'head{m}/loss']:.3f} | {shares} |")
     size = plan.heads.draft_vocab_size
+    own, beside = f"--model {plan.config.model} " if plan.config.model else "", ""
+    if plan.config.backbone.backbone != "frozen":
+        own, beside = (
+            "--model MODEL_FOLDER ",
+            f"\nMODEL_FOLDER is the `model` folder beside this one: {base} as it was trained with them.\n",
+        )
     return CARD.format(
         base=base,
+        model=own,
+        beside=beside,
         kind="Conditioned Medusa heads" if plan.heads.conditioned else "Medusa heads",
         heads=plan.heads.num_heads,
         layers=f"{plan.heads.num_layers} layer{'s' * (plan.heads.num_layers != 1)}",

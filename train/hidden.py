@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from medusa_jax.errors import UserError, read_json, write_atomically
+from medusa_jax.errors import UserError, is_file, read_json, write_atomically
 
 ARRAY, ABOUT = "hidden.bin", "hidden.json"
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -34,25 +34,29 @@ class HiddenStates:
         self._about = {"fingerprint": fingerprint, "shape": list(shape)}
         self.done = 0
         path = folder / ARRAY
-        if (folder / ABOUT).exists():
+        if is_file(folder / ABOUT):
             found = read_json(folder / ABOUT)
-            self.done = int(found.pop("done", 0))
-            if found != self._about:
+            done = found.pop("done", 0)
+            whole = isinstance(done, int) and 0 <= done <= shape[0]
+            if found != self._about or not whole:
                 raise UserError(
                     f"{folder}: hidden states of another model or other data; name another folder"
                 )
+            self.done = done
         size = int(np.prod(shape)) * BFLOAT16.itemsize
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with path.open("r+b" if path.exists() else "w+b") as file:
                 if os.fstat(file.fileno()).st_size != size:
                     self.done = 0
+                    # Or an interruption would leave a note that speaks of rows which are zeros now.
+                    (folder / ABOUT).unlink(missing_ok=True)
                     os.posix_fallocate(file.fileno(), 0, size)
                     file.truncate(size)
         except OSError as error:
             reason = f"{path}: {size / 1e9:.1f} GB of hidden states cannot be written ({error.strerror})"
-            if self.done == 0:
-                path.unlink(missing_ok=True)
+            if self.done == 0 and is_file(path):
+                path.unlink()
             raise UserError(reason) from None
         self._array = np.memmap(path, BFLOAT16, "r+", shape=shape)
 

@@ -167,7 +167,9 @@ def prepare(
     for_validation = pack(held_out, length, heads, split=split)
     if not len(for_validation):
         for_validation = None
-    lines = _report(files, [len(of_file) for of_file in read_files], counts, packed, weights)
+    # Those held out have a line of their own.
+    for_training = [sum(document.group not in held for document in of_file) for of_file in read_files]
+    lines = _report(files, for_training, counts, packed, weights)
     if for_validation is not None:
         lines.append(f"validation: {for_validation.stats.documents:,} documents, {_rows(for_validation)}")
     elif validation:
@@ -201,7 +203,7 @@ def _outside(made: Sequence[Encoded], vocab_size: int | None) -> str | None:
 
 def _report(
     files: Sequence[DataFile],
-    read_in: Sequence[int],
+    documents: Sequence[int],
     counts: Sequence[Counter[str]],
     train: Sequence[Packed],
     weights: Sequence[float] | None,
@@ -212,7 +214,7 @@ def _report(
         counts[number]["without labels"] += packed.stats.skipped_without_labels
         kinds = ("bad", "looping", "without labels")
         left_out = [f"{counts[number][kind]:,} {kind}" for kind in kinds if counts[number][kind]]
-        line = f"{file.path}: {read_in[number]:,} documents, {_rows(packed)}"
+        line = f"{file.path}: {documents[number]:,} documents, {_rows(packed)}"
         line += f"; left out: {', '.join(left_out)}" if left_out else ""
         if weights is not None:
             share = weights[number] / sum(weights)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from infer import cli
+from medusa_jax.errors import UserError
 from train.loss import TOP
 from train.step import Metrics
 
-LOG = "log.jsonl"
+LOG, BOARD = "log.jsonl", "tensorboard"
 
 
 def values_of(metrics: Metrics) -> dict[str, float]:
@@ -48,10 +51,14 @@ class Report:
         self._board: Any = None
         if quiet:
             return
-        import tensorboardX
+        from tensorboardX.event_file_writer import EventsWriter
 
-        self._log = (folder / LOG).open("a")
-        self._board = tensorboardX.SummaryWriter(str(folder / "tensorboard"))
+        self._folder = folder
+        with self._writing():
+            self._log = (folder / LOG).open("a")
+            # Not SummaryWriter: its thread dies with a full disk, and the run would wait for it for ever.
+            (folder / BOARD).mkdir(exist_ok=True)
+            self._board = EventsWriter(str(folder / BOARD / "events"))
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -65,8 +72,7 @@ class Report:
         """One step's values; the bar shows them all, the files every so often (`log`)."""
         if self._quiet:
             return
-        accuracies = [f"{values[name]:.2f}" for name in values if name.endswith("/top1")]
-        told = f"loss {values['loss']:.3f}, top-1 {' '.join(accuracies)}, {tokens_per_second:,.0f} tokens/s"
+        told = f"loss {values['loss']:.3f}, {_accuracies(values, 2)}, {tokens_per_second:,.0f} tokens/s"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, told=told)
         elif log:
@@ -79,8 +85,7 @@ class Report:
         if self._quiet:
             return
         self._write(step, "validation", values)
-        accuracies = ", ".join(f"{values[n]:.3f}" for n in values if n.endswith("/top1"))
-        self.note(f"step {step}: validation loss {values['loss']:.4f}, top-1 {accuracies}")
+        self.note(f"step {step}: validation loss {values['loss']:.4f}, {_accuracies(values, 3)}")
 
     def note(self, text: str) -> None:
         """A line for the person at the terminal."""
@@ -92,15 +97,38 @@ class Report:
             cli.note(text)
 
     def _write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
-        self._log.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
-        self._log.flush()
-        for name, value in values.items():
-            self._board.add_scalar(f"{kind}/{name}", value, step)
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        with self._writing():
+            self._log.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+            self._log.flush()
+            for name, value in values.items():
+                told = scalar(f"{kind}/{name}", value)
+                self._board.write_event(Event(wall_time=time.time(), step=step, summary=told))
+            self._board.flush()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A UserError where the disk refuses."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"{self._folder}: the log cannot be written ({error.strerror})") from None
 
     def close(self) -> None:
         """Leave the terminal in order."""
         if self._bar is not None:
             self._bar.stop()
         if self._log is not None:
-            self._log.close()
-            self._board.close()
+            for file in (self._log, self._board):
+                with contextlib.suppress(OSError):  # what could not be written was said when it happened
+                    file.close()
+
+
+def _accuracies(values: Mapping[str, float], places: int) -> str:
+    """Top-1 of the heads, and of the model where it learns too."""
+    of = {name: f"{value:.{places}f}" for name, value in values.items() if name.endswith("/top1")}
+    heads = " ".join(value for name, value in of.items() if name.startswith("head"))
+    others = [f", {name.removesuffix('/top1')}'s {value}" for name, value in of.items() if name[:4] != "head"]
+    return f"top-1 {heads}{''.join(others)}"

@@ -95,7 +95,7 @@ def store_hidden(
     names = ("tokens", "segments", "positions", "labels")
     arrays = {name: np.concatenate([getattr(one, name) for one in packed]) for name in names}
     shape = (*arrays["tokens"].shape, plan.model.hidden_size)
-    fingerprint = hashlib.sha256(data.fingerprint().encode())
+    fingerprint = hashlib.sha256(f"{data.fingerprint()} {plan.model} {plan.dtype}".encode())
     for name, leaf in flatten(params).items():
         values = np.asarray(leaf.reshape(-1)[: 1 << 10].astype(F32))
         fingerprint.update(f"{name} {leaf.shape} {leaf.dtype}".encode() + values.tobytes())
