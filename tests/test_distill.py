@@ -1,6 +1,7 @@
 """train.distill: answers in order, the same after an interruption, several turns, and what it refuses."""
 
 import json
+from pathlib import Path
 
 import pytest
 import tiny
@@ -118,11 +119,11 @@ def test_a_damaged_line_of_the_journal_is_named(tmp_path, damaged):
 
 
 def test_a_full_disk_is_named(tmp_path):
-    journal = distill.Journal(tmp_path / "a.jsonl", "f")
-    with journal, pytest.raises(UserError, match=r"a.jsonl.partial: cannot be written \(No space"):
+    with distill.Journal(tmp_path / "a.jsonl", "f") as journal:
         journal._file.close()
-        journal._file = open("/dev/full", "wb")  # noqa: SIM115 - the journal closes it
-        journal.add(0, 0, "text", "stop", False)
+        journal._file = Path("/dev/full").open("wb")  # noqa: SIM115 - the journal closes it
+        with pytest.raises(UserError, match=r"a.jsonl.partial: cannot be written \(No space"):
+            journal.add(0, 0, "text", "stop", False)
 
 
 def test_nothing_to_write_keeps_the_answers(model, prompts, tmp_path):

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -254,10 +255,17 @@ def test_a_store_that_lost_its_states_begins_anew(tmp_path):
 def test_a_log_that_cannot_be_written_ends_the_run(tmp_path):
     report = Report(tmp_path, 2, 0, quiet=False)
     report._log.close()
-    report._log = open("/dev/full", "w")  # noqa: SIM115 - the report closes it
+    report._log = Path("/dev/full").open("w")  # noqa: SIM115 - the report closes it
     with pytest.raises(UserError, match=r"the log cannot be written \(No space"):
         report.validation(1, {"loss": 1.0})
     report.close()
+
+
+def test_a_resumed_log_has_each_step_once(tmp_path):
+    lines = [json.dumps({"step": step, "kind": "train"}) + "\n" for step in (1, 2, 3, 4)]
+    (tmp_path / "log.jsonl").write_text("".join(lines) + '{"step": 5, "ki')
+    Report(tmp_path, 6, 2, quiet=False).close()
+    assert (tmp_path / "log.jsonl").read_text() == "".join(lines[:2])
 
 
 def test_an_output_that_cannot_be_made_is_told_before_weights_are_read(model, data, monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from infer import cli
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, write_atomically
 from train.loss import TOP
 from train.step import Metrics
 
@@ -55,6 +55,7 @@ class Report:
 
         self._folder = folder
         with self._writing():
+            _cut(folder / LOG, done)
             self._log = (folder / LOG).open("a")
             # Not SummaryWriter: its thread dies with a full disk, and the run would wait for it for ever.
             (folder / BOARD).mkdir(exist_ok=True)
@@ -124,6 +125,18 @@ class Report:
             for file in (self._log, self._board):
                 with contextlib.suppress(OSError):  # what could not be written was said when it happened
                     file.close()
+
+
+def _cut(path: Path, done: int) -> None:
+    """Leave out what a run that was killed told of steps behind its last checkpoint: they are made again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines(keepends=True):
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn line
+            if json.loads(line)["step"] <= done:
+                kept.append(line)
+    write_atomically(path, "".join(kept).encode())
 
 
 def _accuracies(values: Mapping[str, float], places: int) -> str:
