@@ -204,7 +204,7 @@ def calibrate(
         rates[name] = {path: rates[name][path] for path in tree.paths}
         possible = sorted({min(size, args.max_nodes, tree.nodes) for size in sizes})
         drafted, looked_up[name] = None, ()
-        if name != "lookup":
+        if name != "lookup" and possible[-1] > 1:
             with cli.progress_bar(f"judging steps, {name}", unit="answers") as progress:
                 drafted = Drafted.along(lm, answers, rows, possible, name, args.temperature, progress)
             looked_up[name] = drafted.lookup_rates(rows, range(len(rows)))

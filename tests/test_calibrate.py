@@ -226,9 +226,15 @@ def test_no_cache_and_no_picture(files, tmp_path, cache):
     assert (found["step_seconds"], found["chosen"]) == ({}, {})
     fields = found["sources"]["both"]
     rates = {tuple(path): rate for path, rate in zip(fields["paths"], fields["hit_rates"], strict=True)}
-    largest = Tree.grow(rates, 64)  # --max-nodes
-    assert [tuple(path) for path in found["paths"]] == list(largest.paths)
-    assert len(rates) > 64
+    assert [tuple(path) for path in found["paths"]] == list(Tree.grow(rates, 64).paths)  # --max-nodes
+
+
+def test_one_node_is_plain_decoding(files, tmp_path):
+    output = tmp_path / "tree.json"
+    calibrate.run(flags(files, output, "--no-png", "--rounds", "0", "--max-nodes", "1"))
+    found = json.loads(output.read_text())
+    assert found["paths"] == []
+    assert found["sources"]["both"]["tokens_per_step"] == {"1": 1.0}
 
 
 def test_a_cache_that_cannot_be_written_loses_nothing(files, tmp_path, cache, monkeypatch, capsys):

@@ -98,7 +98,7 @@ class Report:
             cli.note(text)
 
     def _write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
-        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]  # generated
         from tensorboardX.summary import scalar
 
         with self._writing():
