@@ -190,7 +190,7 @@ def test_a_calibration_in_the_cache_is_found_and_decodes(files):
     lm.use("auto")
     assert lm.plan.tree == Tree.grow(RATES, 4)
     (single,) = lm.generate(prompts[:1], params)
-    assert len(single.stats.hits_by_node) == 4
+    assert len(single.stats.hits_by_node) == lm.plan.proposed.nodes > 4
     assert single.token_ids == plain[0].token_ids
     assert "".join(lm.stream(prompts[0], params)) == single.text
 
