@@ -180,7 +180,8 @@ def test_calibration_foretells_each_step(lookup, conditioned, draft, temperature
     drafted = drafting.Drafted.along(lm, answers, rows, [3, 6], name, temperature)
     rates = measuring.rates(rows)
     looked_up = drafted.lookup_rates(rows, range(len(rows)))
-    assert bool(looked_up) == lookup
+    assert lookup or not looked_up
+    assert looked_up or not lookup or temperature  # two sampled texts never say the same words twice
     guessed = 0
     for nodes in (3, 6):
         plan = drafted.plan(rates, looked_up, nodes)
