@@ -26,10 +26,9 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from medusa_jax import backbone, decode, heads, sharding
-from medusa_jax.calibration import Source
 from medusa_jax.config import MedusaConfig, ModelConfig
 from medusa_jax.programs import Programs, compiler_options
-from medusa_jax.tree_choice import plan_for
+from medusa_jax.tree import Tree
 
 LLAMA_2_7B = ModelConfig.from_hf(
     {
@@ -216,7 +215,7 @@ def build_medusa(
         for depth in range(1, medusa.num_heads + 1)
         for path in itertools.product(range(10), repeat=depth)
     }
-    plan = plan_for(Source(rates), nodes, medusa, "heads")
+    plan = decode.Plan(Tree.grow(rates, nodes), medusa)
     return built(made.run(batch, SLOTS, plan), made, made.state_shape(batch, SLOTS), batch * nodes)
 
 
